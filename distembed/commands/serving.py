@@ -133,11 +133,11 @@ def export_command(
     from distembed.training.trained_run import find_trained_run
 
     server_bytes = None if server_memory is None else parse_bytes("--server-memory", server_memory)
-    found = find_trained_run(run, data, checkpoint=checkpoint)
+    trained = find_trained_run(run, data, checkpoint=checkpoint)
     from distembed.serving.export.export_run import ExportOptions, export_run
 
     options = ExportOptions(precision, materialise, server_bytes, overwrite, num_best=num_best, compile=compile)  # type: ignore[arg-type]
-    manifest = export_run(found, output, options, data)
+    manifest = export_run(trained, output, options, data)
     size = sum(file.stat().st_size for file in output.rglob("*") if file.is_file())
     tables = sum(table.bytes for table in manifest.tables)
     say(f"{output}: {manifest.model} of step {manifest.step:,}, {format_bytes(size)}, tables {format_bytes(tables)}")

@@ -344,22 +344,22 @@ class Step:
 
     def _exchange(self, key: ExchangeKey, received: int, loads: Sequence[GroupLoad]) -> _Exchange:
         """Returns a rank's part of an exchange; ``loads`` is empty where the rank only receives vectors."""
-        output, (collection, sharding_type) = sum(load.output_bytes for load in loads), key
+        collection, sharding_type = key
         is_sent, device_kind = is_exchanged(sharding_type, self._world_size), self._device_kind
         optimizers = [self._optimizers.for_table(load.table).sparse for load in loads]
         groups = [group_type(load.slices[0], device_kind, name) for load, name in zip(loads, optimizers, strict=True)]
+        id_bytes = sum(load.num_ids * LONG_BYTES + load.num_bags * LENGTH_BYTES for load in loads)
+        output_bytes = sum(load.output_bytes for load in loads)
         # an all-to-all sends a copy, and so does gloo's reduce-scatter; NCCL's reduce-scatter sends the output itself
-        sent = output if is_sent else 0
+        sent_bytes = output_bytes if is_sent else 0
         if device_kind == "cuda" and sharding_type in BY_ROWS and all(is_pooled(load.table) for load in loads):
             # two levels: the sums after the node's reduce-scatter are sent to the other nodes
-            sent = sent // self._sum.ranks_per_node if sharding_type in WITHIN_NODES else 0
+            sent_bytes = sent_bytes // self._sum.ranks_per_node if sharding_type in WITHIN_NODES else 0
         return _Exchange(
-            output=output,
-            sent=sent,
+            output=output_bytes,
+            sent=sent_bytes,
             received=received,
-            arriving_ids=sum(load.num_ids * LONG_BYTES + load.num_bags * LENGTH_BYTES for load in loads)
-            if is_sent
-            else 0,
+            arriving_ids=id_bytes if is_sent else 0,
             lookups=[group.memory(load, device_kind) for group, load in zip(groups, loads, strict=True)],
             is_sent=is_sent,
             numbers=self._exchange_of(collection) if is_sent else VectorExchange(),

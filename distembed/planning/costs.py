@@ -371,9 +371,9 @@ def _sharing_cores(times: Sequence[StepTime], cluster: Cluster) -> list[StepTime
     """
     shared: list[StepTime] = []
     size = cluster.ranks_per_node
-    for first in range(0, len(times), size):
-        node = times[first : first + size]
-        least = sum(time.total for time in node) / cluster.ranks_at_once
-        waits = cluster.ranks_at_once < size and least > max(time.total for time in node)
-        shared += [replace(time, waiting=least - time.total) for time in node] if waits else node
+    for first_rank in range(0, len(times), size):
+        node_times = times[first_rank : first_rank + size]
+        least_ms = sum(time.total for time in node_times) / cluster.ranks_at_once
+        waits = cluster.ranks_at_once < size and least_ms > max(time.total for time in node_times)
+        shared += [replace(time, waiting=least_ms - time.total) for time in node_times] if waits else node_times
     return shared

@@ -205,15 +205,15 @@ class Layouts:
         if not self._request.exchanges[collection].has_int8 or self._cluster.world_size == 1:
             return possible
         # int8 numbers cannot be summed, and pooled tables whose rows are divided send partial sums
-        sent = [name for name in possible if name not in BY_ROWS or not is_pooled(table)]
-        if not sent or (width(table) % INT8_NUMBERS and sent != [_DATA_PARALLEL]):
-            lacking = "sums of several ranks are no int8" if not sent else f"it has {width(table)} columns"
+        sendable = [name for name in possible if name not in BY_ROWS or not is_pooled(table)]
+        if not sendable or (width(table) % INT8_NUMBERS and sendable != [_DATA_PARALLEL]):
+            lacking = "sums of several ranks are no int8" if not sendable else f"it has {width(table)} columns"
             raise UserError(
                 f"train.quantized_comms sends vectors in int8, {INT8_NUMBERS} numbers at a time, which table "
                 f"{table.name!r} does not allow: {lacking}. Take fp16 or bf16; or an embedding_dim that is a multiple "
                 f"of {INT8_NUMBERS}, and table_wise or column_wise among plan.sharding_types."
             )
-        return sent
+        return sendable
 
     def _default_types(self, table: CompositionalEmbeddingConfig) -> list[str]:
         """Returns the sharding types of a table for which the config names none."""

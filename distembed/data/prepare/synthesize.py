@@ -224,8 +224,8 @@ class _RowDistribution:
     ) -> NDArray[np.float64]:
         # The module's sum, term by term. A missing id, -1, reads the last id's weight and is then masked.
         logits = self._bias + _DRIFT * np.sin(2 * math.pi * times)
-        for row, weights in zip(ids, self._id_weights, strict=True):
-            logits += np.where(row >= 0, weights[row], 0)
+        for feature_ids, weights in zip(ids, self._id_weights, strict=True):
+            logits += np.where(feature_ids >= 0, weights[feature_ids], 0)
         for first, second in _INTERACTIONS:
             product = (self._latents[first][ids[first]] * self._latents[second][ids[second]]).sum(1)
             logits += np.where((ids[first] >= 0) & (ids[second] >= 0), product, 0)

@@ -133,25 +133,25 @@ class EpochOrder:
 
     def rank_parts(self, batch: int, rank: int, world_size: int) -> list[tuple[int, int, int]]:
         """Returns (lane, first, last + 1) for each lane that overlaps a rank's part, rows numbered within the lane."""
-        rows, num_lanes = self.batch_rows(batch), self.num_lanes
-        begin, end = rank * rows // world_size, (rank + 1) * rows // world_size
+        num_rows, num_lanes = self.batch_rows(batch), self.num_lanes
+        rank_start, rank_stop = rank * num_rows // world_size, (rank + 1) * num_rows // world_size
         parts = []
         for lane in range(num_lanes):
-            slot, slot_stop = lane * rows // num_lanes, (lane + 1) * rows // num_lanes
-            low, high = max(begin, slot), min(end, slot_stop)
-            if low < high:
-                # Earlier batches are full and took slot_rows of the lane each; position p is row p - slot of its slot.
-                start = batch * self.slot_rows(lane) - slot
-                parts.append((lane, start + low, start + high))
+            slot_start, slot_stop = lane * num_rows // num_lanes, (lane + 1) * num_rows // num_lanes
+            start, stop = max(rank_start, slot_start), min(rank_stop, slot_stop)
+            if start < stop:
+                # Earlier batches are full and took slot_rows of the lane each; position p is row p - slot_start of it.
+                offset = batch * self.slot_rows(lane) - slot_start
+                parts.append((lane, offset + start, offset + stop))
         return parts
 
     def _lane_begin(self, lane: int) -> int:
         """Returns where a lane begins in the epoch's sequence of rows: after all slots of earlier lanes."""
-        # slots before ``lane`` have lane * size // L rows in each full batch, and lane * rest // L in the short one
-        full, rest = divmod(self.num_rows, self.batches.batch_size)
-        short_slots = 0 if self.batches.drop_last else lane * rest // self.num_lanes
-        first_row = 0 if self.rows is None else self.rows.start
-        return first_row + full * (lane * self.batches.batch_size // self.num_lanes) + short_slots
+        # slots before ``lane`` have lane * b // L rows in each batch of b rows
+        num_full, last_batch_rows = divmod(self.num_rows, self.batches.batch_size)
+        rows_of_full = num_full * (lane * self.batches.batch_size // self.num_lanes)
+        rows_of_last = 0 if self.batches.drop_last else lane * last_batch_rows // self.num_lanes
+        return (0 if self.rows is None else self.rows.start) + rows_of_full + rows_of_last
 
     def _segments(self, epoch: int, start: int, stop: int) -> list[Segment]:
         """Returns rows ``[start, stop)`` of the epoch's sequence, row groups end to end in their order, as segments."""

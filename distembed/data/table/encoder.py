@@ -161,16 +161,18 @@ class RowEncoder:
             )
         if isinstance(values, str | bytes):
             raise UserError(f"the values of {feature!r} are the one text {values!r}; give a list with it.")
-        given, bad = given_column(values, feature)
-        given = plain_array(one_array(given) if isinstance(given, pa.ChunkedArray) else given)
+        value_column, bad = given_column(values, feature)
+        value_column = plain_array(
+            one_array(value_column) if isinstance(value_column, pa.ChunkedArray) else value_column
+        )
         if bad:
             raise UserError(f"value {bad[0]} of {feature!r} is {values[bad[0]]!r}, which is no text or number.")
         allowed = VALUE_TYPES[kinds[feature]]
-        if type_kind(given.type) not in (*allowed, None):
+        if type_kind(value_column.type) not in (*allowed, None):
             raise UserError(
-                f"the values of {feature!r} are of type {given.type}; give a list of {' or '.join(allowed)}."
+                f"the values of {feature!r} are of type {value_column.type}; give a list of {' or '.join(allowed)}."
             )
-        coded_values = coded(given, self._missing)
+        coded_values = coded(value_column, self._missing)
         keys = KEY_KINDS[kinds[feature]](coded_values.distinct)
         if keys.wrong.any():
             index = int(np.argmax(np.concatenate([[False], keys.wrong])[coded_values.codes]))

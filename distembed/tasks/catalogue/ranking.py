@@ -121,9 +121,9 @@ class CatalogueRanking:
         share = self.catalogue.share()
         most_scores = _MOST_SCORES_ON_CPU if vectors.device.type == "cpu" else _MOST_SCORES
         most_queries = max(1, *RankRows.of(len(vectors), vectors.device, share).counts)
-        rows_per_block = min(most_queries, max(1, math.isqrt(most_scores) // share.world_size))
-        for start in range(0, most_queries, rows_per_block):
-            stop = start + rows_per_block
+        queries_per_block = min(most_queries, max(1, math.isqrt(most_scores) // share.world_size))
+        for start in range(0, most_queries, queries_per_block):
+            stop = start + queries_per_block
             block_vectors = vectors[start:stop]
             block_relevant, block_excluded = relevant.between(start, stop), excluded.between(start, stop)
             query_rows, relevant_rows, excluded_rows = (
@@ -137,7 +137,7 @@ class CatalogueRanking:
                 excluded=block_excluded.gathered(first_query, excluded_rows),
                 query_rows=query_rows,
                 relevant_rows=relevant_rows,
-                most_ids=min(_MOST_IDS, max(1, most_scores // (rows_per_block * share.world_size))),
+                most_ids=min(_MOST_IDS, max(1, most_scores // (queries_per_block * share.world_size))),
             )
 
     def _chunks(self, block: _Block) -> Iterator[_Chunk]:
