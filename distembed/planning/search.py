@@ -210,8 +210,8 @@ class _Search:
         are searched completely. For more, the emptiest solution is counted, on which :meth:`best` falls back.
         """
         request = self._request
-        beside = sum(request.workload.bytes_beside_tables(request.cluster.world_size).values())
-        self.require_room(request.plannable_bytes - beside)
+        bytes_beside_tables = sum(request.workload.bytes_beside_tables(request.cluster.world_size).values())
+        self.require_room(request.plannable_bytes - bytes_beside_tables)
         fastest, is_complete = self._solver.best_of_all(self._fits)
         if fastest is not None or is_complete:
             return fastest is not None

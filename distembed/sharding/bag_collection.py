@@ -100,9 +100,9 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedParameters, ShardedEmbed
             self._require_weights(features.weights_or_none())
         mapped = self._map_ids(features)  # checks that the batch is whole
         require_bags_for_rows(mapped)
-        equal = with_equal_numbers_of_bags(mapped if self._is_weighted else without_weights(mapped))
-        ctx.divisor = self._output.divisor(equal)
-        sent = super().input_dist(ctx, self._perturb_ids(ctx, equal))
+        bag_features = with_equal_numbers_of_bags(mapped if self._is_weighted else without_weights(mapped))
+        ctx.divisor = self._output.divisor(bag_features)
+        sent = super().input_dist(ctx, self._perturb_ids(ctx, bag_features))
         ctx.inverse_indices = features.inverse_indices_or_none()
         return sent
 

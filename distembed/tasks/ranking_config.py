@@ -75,7 +75,7 @@ class RankingConfig:
                     f"task.name is 'ranking', which takes one {name} of each row, and the rows of this dataset have "
                     f"{'several' if name in features else 'none'}; make a dataset with `distembed prepare ratings`."
                 )
-        several, num_items = self.num_negatives > 1, features[ITEM].num_embeddings
+        multi_hot, num_items = self.num_negatives > 1, features[ITEM].num_embeddings
         require_below(self.cutoffs, num_items)
-        negatives = CategoricalFeature(ITEM_NEGATIVE, num_items, several, float(self.num_negatives), table=ITEM)
+        negatives = CategoricalFeature(ITEM_NEGATIVE, num_items, multi_hot, float(self.num_negatives), table=ITEM)
         return dataclasses.replace(schema, categorical=(*schema.categorical, negatives))

@@ -324,11 +324,11 @@ def _require_enough_items(task: NextItemConfig, manifest: Manifest) -> None:
     items = next((feature for feature in manifest.schema.categorical if feature.name == ITEM), None)
     if items is None:
         return  # the task refuses the dataset
-    most = max(items.num_embeddings - len(reserved_ids(manifest, ITEM)) - 1, 0)
-    if task.sampled_candidates > most:
+    num_other_items = max(items.num_embeddings - len(reserved_ids(manifest, ITEM)) - 1, 0)
+    if task.sampled_candidates > num_other_items:
         raise UserError(
             f"train.keep_best and train.stop_after_evaluations compare evaluations by task.headline={task.headline!r}, "
             f"which ranks each target among task.sampled_candidates={task.sampled_candidates} other items, but this "
-            f"dataset has {most} other items. Lower task.sampled_candidates to at most {most}, or set task.headline to "
-            f"a metric among all items, such as 'ndcg@{task.cutoffs[-1]}'."
+            f"dataset has {num_other_items} other items. Lower task.sampled_candidates to at most {num_other_items}, "
+            f"or set task.headline to a metric among all items, such as 'ndcg@{task.cutoffs[-1]}'."
         )

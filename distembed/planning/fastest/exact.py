@@ -111,14 +111,15 @@ def _choices(blocks: Sequence[int], kinds: Sequence[Sequence[int]], first: int =
 
     ``kinds`` groups the free places: places of one kind are interchangeable, so the first stands for all. Equal blocks
     are adjacent in ``blocks`` and take kinds in ascending order, so the first block takes ``first`` or a later kind.
+    Blocks a a b with places 1 2 of one kind and 3 of another yield 1 2 3 and 1 3 2, of six orders.
     """
     if not blocks:
         yield []
         return
     for number, kind in enumerate(kinds[first:], first):
         if kind:
-            left = [*kinds[:number], kind[1:], *kinds[number + 1 :]]
+            kinds_left = [*kinds[:number], kind[1:], *kinds[number + 1 :]]
             # a block like this one goes to the same kind or a later one
             is_alike = len(blocks) > 1 and blocks[1] == blocks[0]
-            for places in _choices(blocks[1:], left, number if is_alike else 0):
+            for places in _choices(blocks[1:], kinds_left, number if is_alike else 0):
                 yield [kind[0], *places]

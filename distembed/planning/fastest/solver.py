@@ -132,7 +132,7 @@ class Solver:
         aim, total = Aim(capacity, self._host_capacity), self._budget(_IMPROVING)
         best = Found(assignment, float(Loads(self._problem, assignment).scores(aim).max()))
         for seed in range(3):
-            best = self._grown(best, aim, 0.0, total, _IMPROVING // 3, seed)
+            best = self._improved(best, aim, 0.0, total, _IMPROVING // 3, seed)
         return self._solution(best.assignment, aim, self._bound.milliseconds(best.score))
 
     def complete(self, solution: Solution | None, accepts: Callable[[Assignment], bool]) -> Solution | None:
@@ -256,12 +256,12 @@ class Solver:
         # the best by score and the first by estimate: where no guess has room yet, scores say how full, not how fast
         candidates = [*sorted(placed, key=_score)[:3], *placed[:4]]
         best = sorted({id(found): found for found in candidates}.values(), key=_score)
-        for count, times, seed in ((7, 6, None), (3, 10, 0), (1, 20, 1)):
-            grown = [self._grown(start, aim, enough_score, work_left, times, seed) for start in best[:count]]
-            best = sorted(grown, key=_score)
+        for num_kept, times, seed in ((7, 6, None), (3, 10, 0), (1, 20, 1)):
+            improved = [self._improved(found, aim, enough_score, work_left, times, seed) for found in best[:num_kept]]
+            best = sorted(improved, key=_score)
         return best[0]
 
-    def _grown(
+    def _improved(
         self, found: Found, aim: Aim, enough_score: float, work_left: Budget, times: int, seed: int | None
     ) -> Found:
         """Returns the assignment after improving it (no seed) or shaking it with random changes drawn from a seed.

@@ -170,19 +170,19 @@ def log_lines(path: Path, has_ended: Callable[[], bool] | None, remedy: str) -> 
         raise RunError(f"there is no log {path}. {remedy}")
     # newline: the carriage returns of a progress bar are kept
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
-        begun = ""
+        line = ""
         # the end is asked for before each reading: after the end, the log is read once more
-        for more in running:
+        for is_running in running:
             for text in file:
-                begun += text
-                if begun.endswith("\n"):
-                    yield begun
-                    begun = ""
-            if not more:
+                line += text
+                if line.endswith("\n"):
+                    yield line
+                    line = ""
+            if not is_running:
                 break
             time.sleep(LOOK_SECONDS)
-        if begun:
-            yield begun
+        if line:
+            yield line
 
 
 def _is_running(has_ended: Callable[[], bool]) -> Iterator[bool]:
