@@ -34,7 +34,7 @@ def run_processes(count: int, function: Callable[..., None], *arguments: Any, ot
 
 def start_processes(count: int, function: Callable[..., None], *arguments: Any) -> mp.ProcessContext:
     """The same without waiting for them; they end with this process at the latest."""
-    for server in SERVERS:
+    for server in SERVERS[:count]:
         server.set_forkserver_preload(["tests.loaded"])
         server.ensure_running()
     turns = itertools.cycle(SERVERS)

@@ -1,9 +1,14 @@
 """A small dataset with a signal, and the ``distembed`` command in a process of its own."""
 
+import contextlib
+import io
+import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +16,33 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
-from torch.multiprocessing import ProcessExitedException
 
+from distembed.commands import cli
 from distembed.data.dataset.manifest import create_manifest
 from distembed.data.dataset.schema import CategoricalFeature, Schema
-from tests.processes import run_processes
-from tests.ranks import free_port
+from distembed.planning.fastest.local_search import LocalSearch
+from tests.command_ranks import Run, run_on_command_ranks
 
 SIZES = {"C1": 5, "C2": 400, "C3": 1000, "M": 50}
 # 31 batches of 64, and one row in the last of 30 batches of 65
 ROWS = {"train": 1951, "validation": 301, "test": 203}
 
 
-def write_dataset(folder: Path, dense_scale: float = 1.0, num_ids: int = 400) -> Path:
-    """Writes two dense features, three single-valued ones and a multi-hot one; labels depend on dense ones and C2."""
+def write_dataset(
+    folder: Path,
+    dense_scale: float = 1.0,
+    num_ids: int = 400,
+    change: Callable[[str, pa.Table], pa.Table] = lambda split, table: table,
+    more: Sequence[CategoricalFeature] = (),
+    **schema: Any,
+) -> Path:
+    """Writes two dense features, three single-valued ones and a multi-hot one; labels depend on dense ones and C2.
+
+    Args:
+        change: Returns the table of a split as it is written.
+        more: Features that it adds.
+        schema: Other fields of the schema.
+    """
     rng = np.random.default_rng(0)
     weight_of_id = rng.normal(size=400)
     for split, rows in ROWS.items():
@@ -40,10 +58,11 @@ def write_dataset(folder: Path, dense_scale: float = 1.0, num_ids: int = 400) ->
             "M": pa.array(bags, pa.list_(pa.int32())),
         }
         (folder / split).mkdir(parents=True)
-        pq.write_table(pa.table(columns), folder / split / "part-0.parquet", row_group_size=256)
+        pq.write_table(change(split, pa.table(columns)), folder / split / "part-0.parquet", row_group_size=256)
     sizes = {**SIZES, "C2": num_ids}
     features = tuple(CategoricalFeature(n, s, n == "M", 1.5 if n == "M" else 1.0) for n, s in sizes.items())
-    create_manifest(folder, Schema("label", ("I1", "I2"), features), {s: [f"{s}/part-0.parquet"] for s in ROWS})
+    described = Schema("label", ("I1", "I2"), (*features, *more), **schema)
+    create_manifest(folder, described, {split: [f"{split}/part-0.parquet"] for split in ROWS})
     return folder
 
 
@@ -64,10 +83,10 @@ def config_values(dataset: Path) -> dict[str, Any]:
     }
 
 
-def train_small(folder: Path, dataset: Path, max_steps: int) -> Path:
+def train_small(folder: Path, dataset: Path, max_steps: int, *settings: str) -> Path:
     """Trains the small model for so many steps of 31, with its config beside the run; returns the run's folder."""
     (folder / "config.yaml").write_text(yaml.safe_dump(config_values(dataset)))
-    distembed("train", folder / "config.yaml", f"train.max_steps={max_steps}", "--run-dir", folder / "run")
+    call("train", folder / "config.yaml", f"train.max_steps={max_steps}", *settings, "--run-dir", folder / "run")
     return folder / "run"
 
 
@@ -76,32 +95,56 @@ def command(*arguments: object, ranks: int = 1) -> list[str]:
     return [sys.executable, *launcher, "-m", "distembed", *map(str, arguments)]
 
 
-def distembed(*arguments: object, ranks: int = 1, code: int = 0) -> subprocess.CompletedProcess[str]:
-    """Runs the command in processes that have loaded it and checks its exit code; output and errors are text."""
-    returned = 0
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            # each rank says by itself why it ends
-            run_processes(ranks, run_command, arguments, Path(folder), ranks, free_port(), others_end=30)
-        except ProcessExitedException as ended:
-            returned = ended.exit_code
-        output, errors = ((Path(folder) / name).read_text() for name in ("output", "errors"))
-    assert returned == code, f"exit code {returned}\n{output}\n{errors}"
-    return subprocess.CompletedProcess(arguments, returned, output, errors)
+def call(*arguments: object) -> str:
+    """Runs the command in this process and returns what it says; its errors are raised."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        cli.app([str(argument) for argument in arguments], standalone_mode=False)
+    return said.getvalue()
 
 
-def run_command(rank: int, arguments: tuple[object, ...], folder: Path, ranks: int = 1, port: int = 0) -> None:
+def metrics(run: Path, kind: str) -> list[dict[str, Any]]:
+    """The lines of metrics of one kind: ``train`` or ``eval``."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == kind]
+
+
+def losses(run: Path) -> list[float]:
+    return [line["loss"] for line in metrics(run, "train")]
+
+
+def stopped_at(step: int, run: Path, copy: Path) -> Path:
+    """A copy of a run whose later checkpoints were never written."""
+    shutil.copytree(run, copy)
+    for checkpoint in (copy / "checkpoints").iterdir():
+        if int(checkpoint.name.split("-")[1]) > step:
+            shutil.rmtree(checkpoint)
+    return copy
+
+
+def run_command(rank: int, arguments: Sequence[object], folder: Path, ranks: int = 1, port: int = 0) -> None:
     """Does what ``python -m distembed`` does, printing to files, with the environment of ``torch.distributed.run``."""
     for descriptor, name in ((1, "output"), (2, "errors")):
-        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+        file = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, descriptor)
+        os.close(file)
     os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
     if ranks > 1:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        # the search for a faster plan takes longer than a small run: the best of its guesses serves as well
+        LocalSearch.shake = lambda search, found, enough: found
     if errors := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         os.environ["TORCHELASTIC_ERROR_FILE"] = f"{errors}.{rank}"  # each rank has its own, as under a launcher
     sys.argv[1:] = map(str, arguments)
+    cli.main()
 
-    from distembed.commands.cli import main
 
-    main()
+def distembed(
+    *arguments: object, ranks: int = 1, code: int = 0, run: Run = run_command
+) -> subprocess.CompletedProcess[str]:
+    """Runs the command in processes that are kept for it and checks its exit code; output and errors are text."""
+    with tempfile.TemporaryDirectory() as folder:
+        returned = run_on_command_ranks(ranks, run, arguments, Path(folder))
+        output, errors = ((Path(folder) / name).read_text() for name in ("output", "errors"))
+    assert returned == code, f"exit code {returned}\n{output}\n{errors}"
+    return subprocess.CompletedProcess(arguments, returned, output, errors)

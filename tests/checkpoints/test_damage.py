@@ -84,22 +84,6 @@ def test_an_index_that_no_checkpoint_has_is_refused(
         restore_run(str(checkpoint), model, with_optimizer(model), Collectives())
 
 
-@pytest.mark.parametrize("file", ["index.json", "progress.json", "rank-0.blocks"])
-def test_a_damaged_file_is_named(file: str, tmp_path: Path) -> None:
-    checkpoint = saved(tmp_path)
-    whole = (checkpoint / file).read_bytes()
-    place = whole.index(b"\x80?\x00\x00\x80?" if file.endswith("blocks") else b"weight")
-    (checkpoint / file).write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-    with pytest.raises(DamagedCheckpoint, match=f"{file}.* does not have the checksum that it was written with"):
-        load(checkpoint)
-    (checkpoint / file).write_bytes(whole[:100])
-    with pytest.raises(DamagedCheckpoint, match="is damaged"):
-        load(checkpoint)
-    (checkpoint / file).unlink()
-    with pytest.raises(DamagedCheckpoint, match=file):
-        load(checkpoint)
-
-
 def test_no_single_change_hides_the_checksums(tmp_path: Path) -> None:
     checkpoint = saved(tmp_path)
     values = json.loads((checkpoint / "progress.json").read_text())
@@ -258,9 +242,10 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("place", ["local", "url", "memory"])
-def test_weights_of_all_kinds_are_read_to_the_bit(weights: Path, place: str) -> None:
-    path = str(weights) if place == "local" else f"file://{weights}"
+@pytest.mark.parametrize("place", ["{}", "file://{}", "weights", "memory"])
+def test_weights_of_all_kinds_are_read_to_the_bit(weights: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(weights.parent)
+    path = place.format(weights)
     if place == "memory":
         path = "memory://kinds/weights"
         fsspec.filesystem("memory").put(str(weights), "/kinds/weights", recursive=True)

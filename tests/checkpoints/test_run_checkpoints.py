@@ -298,15 +298,6 @@ def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
             save_checkpoint(path, nn.Linear(1, 1))
 
 
-@pytest.mark.parametrize("path", ["{}/below/it", "file://{}/it", "memory://some/it", "it"])
-def test_a_checkpoint_is_read_where_it_was_written(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    saved, loaded = nn.Linear(2, 3), nn.Linear(2, 3)
-    save_checkpoint(path.format(tmp_path), saved, progress={"note": "mine"})
-    assert load_checkpoint(path.format(tmp_path), loaded) == {"note": "mine"}
-    assert torch.equal(saved.weight, loaded.weight)
-
-
 def test_a_place_belongs_to_one_run(tmp_path: Path) -> None:
     ranks = Ranks(0, 1, 1, torch.device("cpu"))
     Checkpoints(str(tmp_path), 2, ranks, "runs/a").require_usable()

@@ -23,8 +23,8 @@ from distembed.serving.model_folder.reading import read_manifest, require_sample
 from distembed.serving.whole_model import load_whole_model
 from distembed.training.trained_run import find_trained_run
 from tests.serving.test_recommender_rows import session_datasets, session_run, taken_items
+from tests.small_runs import call
 from tests.training.test_recommenders import write_config
-from tests.training.test_runs import call
 
 BEST = 10
 

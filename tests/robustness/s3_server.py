@@ -9,7 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+import s3fs
+
 from tests.processes import start_processes
+from tests.robustness.strikes import retry_at_once
 
 BUCKET = "bucket"
 _FAILED = b"""<?xml version="1.0" encoding="UTF-8"?>
@@ -28,6 +32,25 @@ def failing_s3(folder: Path, share: float, seed: int) -> Iterator[str]:
     finally:
         process.kill()
         process.join()
+
+
+@contextmanager
+def reached_s3(folder: Path, share: float) -> Iterator[str]:
+    """Within the block this process and those that it starts reach such a server; yields the URL of its bucket."""
+    settings = {
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_CONFIG_FILE": "/dev/null",
+        "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
+    }
+    with pytest.MonkeyPatch.context() as patched, failing_s3(folder, share, seed=0) as url:
+        for name, value in {**settings, "AWS_ENDPOINT_URL": url}.items():
+            patched.setenv(name, value)
+        retry_at_once()
+        s3fs.S3FileSystem.clear_instance_cache()  # those of this process know the server of the test before
+        yield f"s3://{BUCKET}"
+        s3fs.S3FileSystem.clear_instance_cache()
 
 
 def serve(_: int, folder: Path, share: float, seed: int) -> None:

@@ -11,8 +11,6 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import yaml
 
@@ -107,36 +105,24 @@ FURTHER = [
     ("plan config.yaml --gpus 2 --report plan.doc", "plan.doc"),
     ("plan config.yaml data.path=nowhere", "nowhere"),
     # train: what is told before the first step
-    ("train config.yaml --run-dir new data.train=tran", "tran"),
-    ("train config.yaml --run-dir new data.path=nowhere", "nowhere"),
     ("train config.yaml --run-dir new data.path=null", "data.path"),
     ("train config.yaml --run-dir new train.checkpoint_dir=nonsense://x", "nonsense"),
     ("train config.yaml --run-dir new train.checkpoint_dir=FOLDER/loop", "loop"),
     ("train config.yaml --run-dir new --plan noise.bin", "noise.bin"),
     ("train config.yaml --run-dir new --plan nowhere.json", "nowhere.json"),
-    ("train config.yaml --run-dir taken.txt", "taken.txt"),
     ("train config.yaml --run-dir data", "data"),
-    ("train config.yaml --resume", "--run-dir"),
-    ("train config.yaml --run-dir new --resume", "new"),
-    ("train config.yaml --run-dir run", "--resume"),
     ("train config.yaml --run-dir run --resume train.batch_size=7", "train.batch_size"),
     # what a run is used for
     ("evaluate nowhere", "nowhere"),
     ("evaluate data", "data"),
     ("evaluate taken.txt", "taken.txt"),
-    ("evaluate run --split tset", "tset"),
     ("evaluate run --data nowhere", "nowhere"),
     ("evaluate run --data taken.txt", "taken.txt"),
     ("evaluate halfrun", "halfrun"),
-    ("predict run --output x.txt", "x.txt"),
     ("predict run --output x.csv --split tset", "tset"),
     ("predict data --output x.csv", "data"),
-    ("materialise run --output vectors --table C9", "C9"),
     ("materialise run --output taken.txt --table C1", "taken.txt"),
     ("materialise run --output vectors --table C1 --ids nowhere.parquet", "nowhere.parquet"),
-    ("materialise run --output vectors --table C1 --ids noise.bin", "noise.bin"),
-    ("materialise run --output vectors --table C1 --ids noids.parquet", "id"),
-    ("materialise run --output vectors --table C1 --ids outside.parquet", "99"),
     ("materialise nowhere --output vectors", "nowhere"),
     ("report", "RUN"),
     ("report nowhere", "nowhere"),
@@ -201,8 +187,6 @@ def write_workspace(folder: Path, commands: Commands) -> None:
         (folder / name).write_text("mine")
     for name in ("loop", "loop.yaml"):
         (folder / name).symlink_to(name)
-    pq.write_table(pa.table({"word": ["x"]}), folder / "noids.parquet")
-    pq.write_table(pa.table({"id": [99]}), folder / "outside.parquet")
     # datasets that are not whole, or not as they should be
     write_dataset(folder / "huge", num_ids=2**62)
     for name in ("cut", "escaping"):

@@ -108,7 +108,7 @@ def require_detected_or_without_effect(folders: list[Path], flips: int, seed: in
 
 
 def test_a_bit_that_is_another_is_noticed(folders: list[Path]) -> None:
-    require_detected_or_without_effect(folders, 48, seed=0)
+    require_detected_or_without_effect(folders, 30, seed=0)
 
 
 @pytest.mark.slow

@@ -23,8 +23,8 @@ from distembed.training.sweeps.sweep import Sweep, given_runs, plan_sweep
 from distembed.training.sweeps.train import train_sweep
 from tests.processes import start_processes
 from tests.robustness.checkpoint_numbers import saved_numbers
-from tests.small_runs import distembed, run_command
-from tests.training.test_runs import call
+from tests.small_runs import call, run_command
+from tests.training.test_runs import wait_for_steps
 
 TIMES = {"seconds", "samples_per_second"}
 RATES = "train.dense_optimizer.learning_rate"
@@ -63,38 +63,28 @@ def status(folder: Path) -> dict[str, str]:
     return {name: run["status"] for name, run in json.loads((folder / "sweep.json").read_text())["runs"].items()}
 
 
-def wait_for_steps(process: BaseProcess, run: Path, steps: int) -> None:
-    path = run / "metrics.jsonl"
-    while not path.exists() or path.read_text().count("\n") < steps:
-        assert process.is_alive()
-        time.sleep(0.02)
-
-
 def children(process: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
 
 
-def test_an_interrupted_sweep_goes_on_and_its_runs_are_those_of_train(
-    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupted_sweep_goes_on_and_its_runs_are_those_of_train(config: Path, tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     settings = ["train.seed=0,1", f"{RATES}=0.1,0.05", "train.max_steps=30", "--baseline", "learning_rate=0.1"]
     process = launch(config, folder, *settings)
     first = folder / "learning_rate=0.1,seed=0"
-    wait_for_steps(process, first, 5)
+    wait_for_steps(first, process, 5)
     os.kill(process.pid or 0, signal.SIGINT)
     assert "interrupted with 0 of 4 runs finished" in end(process, config, code=75)
     assert status(folder)["learning_rate=0.1,seed=0"] == "interrupted"
     assert list(status(folder).values()).count("waiting") == 3
-    call("sweep", config, *settings, "--run-dir", folder, "--dry-run")
-    listed = capsys.readouterr().out
+    listed = call("sweep", config, *settings, "--run-dir", folder, "--dry-run")
     assert "learning_rate=0.1,seed=0  resumed" in listed and "4 runs: 3 new, 1 resumed" in listed
 
     output = end(launch(config, folder, *settings, "--workers", "2"), config)
     assert "resuming learning_rate=0.1,seed=0" in output and output.count("training learning_rate") == 3
     assert set(status(folder).values()) == {"finished"} and len(status(folder)) == 4
     own, alone = folder / "learning_rate=0.05,seed=1", tmp_path / "alone"
-    distembed("train", config, "train.seed=1", f"{RATES}=0.05", "train.max_steps=30", "--run-dir", alone)
+    call("train", config, "train.seed=1", f"{RATES}=0.05", "train.max_steps=30", "--run-dir", alone)
     assert metrics(own) == metrics(alone)
     numbers, expected = (saved_numbers(newest_checkpoint(run)) for run in (own, alone))
     assert numbers.keys() == expected.keys() and all(numbers[name].equal(expected[name]) for name in expected)
@@ -106,8 +96,7 @@ def test_an_interrupted_sweep_goes_on_and_its_runs_are_those_of_train(
     assert "Differences are to learning_rate=0.1" in output and (folder / "report.html").exists()
 
     before = (folder / "report.html").read_bytes()
-    call("sweep", config, *settings, "--run-dir", folder)
-    again = capsys.readouterr().out
+    again = call("sweep", config, *settings, "--run-dir", folder)
     assert "training learning_rate" not in again and "resuming" not in again
     assert (folder / "report.html").read_bytes() == before
 
@@ -120,7 +109,7 @@ def mean_auc(folder: Path, rate: float) -> float:
 def test_a_run_that_fails_or_dies_does_not_end_the_sweep(config: Path, tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     process = launch(config, folder, f"{RATES}=0.1,1e30,0.05", "train.max_steps=62")
-    wait_for_steps(process, folder / "learning_rate=0.1", 3)
+    wait_for_steps(folder / "learning_rate=0.1", process, 3)
     (worker,) = children(process.pid or 0)
     os.kill(worker, signal.SIGKILL)
     output = end(process, config, code=1)

@@ -31,8 +31,7 @@ from distembed.models import MF, MFConfig, ModelInputs
 from distembed.tasks import RankingConfig, RankingTask
 from distembed.tasks.base import BatchPosition, TaskContext
 from distembed.training.config import load_config
-from tests.small_runs import distembed
-from tests.training.test_sse import stopped_at
+from tests.small_runs import distembed, stopped_at
 
 NUM_USERS, NUM_ITEMS = 23, 31
 SCHEMA = Schema(

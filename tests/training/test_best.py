@@ -1,6 +1,5 @@
 """The best checkpoint and early stopping: which evaluation is the best, and that no interruption changes it."""
 
-import dataclasses
 import json
 import math
 import shutil
@@ -24,7 +23,6 @@ from distembed.checkpoints.store import (
     chosen_checkpoint,
     read_last_file,
 )
-from distembed.commands import cli
 from distembed.data.dataset.manifest import Manifest, create_manifest
 from distembed.data.dataset.schema import CategoricalFeature, Schema
 from distembed.tasks.reported_metrics import ReportedMetric
@@ -33,7 +31,7 @@ from distembed.training.config import load_config
 from distembed.training.inference import read_newest
 from distembed.training.start import require_trainable
 from distembed.training.train_config import BestEvaluation, TrainConfig
-from tests.small_runs import config_values, distembed
+from tests.small_runs import call, config_values, distembed, metrics, write_dataset
 
 LOGLOSS, AUC = ReportedMetric("logloss", "", better="lower"), ReportedMetric("auc", "", better="higher")
 
@@ -174,7 +172,7 @@ def test_a_headline_metric_among_more_items_than_there_are_is_refused(compared: 
     rows = "".join(f"u{user},i{item},{time}\n" for user in range(4) for time, item in enumerate(range(user, 28)))
     (tmp_path / "rows.csv").write_text("user,item,time\n" + rows)
     arguments = ["--time", "time", "--split", "last-two", "-o", str(tmp_path / "data")]
-    cli.app(["prepare", "sequences", str(tmp_path / "rows.csv"), *arguments], standalone_mode=False)
+    call("prepare", "sequences", tmp_path / "rows.csv", *arguments)
     manifest = Manifest.load(tmp_path / "data")
     assert next(each for each in manifest.schema.categorical if each.name == "item").num_embeddings == 30
 
@@ -193,25 +191,20 @@ def test_a_headline_metric_among_more_items_than_there_are_is_refused(compared: 
     require(27, "ndcg@10_of_28", compared)
 
 
-def test_evaluations_without_a_headline_metric_are_passed_over(dataset: Path, config: Path, tmp_path: Path) -> None:
+def test_evaluations_without_a_headline_metric_are_passed_over(config: Path, tmp_path: Path) -> None:
     """Every row is a group of its own, so that GAUC is never defined: all steps are trained, and the last is used."""
-    copy = tmp_path / "copy"
-    shutil.copytree(dataset, copy)
-    manifest = Manifest.load(dataset)
-    for split in manifest.splits:
-        table = pq.read_table(dataset / split / "part-0.parquet")
-        own = pa.array(range(len(table)), pa.int32())
-        pq.write_table(table.append_column("M1", own), copy / split / "part-0.parquet", row_group_size=256)
-    features = (*manifest.schema.categorical, CategoricalFeature("M1", 2000))
-    schema = dataclasses.replace(manifest.schema, categorical=features)
-    create_manifest(copy, schema, {split: [f"{split}/part-0.parquet"] for split in manifest.splits})
-    settings = [f"data.path={copy}", "task={group: M1, headline: gauc}", "train.max_steps=8", "train.evaluate_every=2"]
+
+    def with_numbers(split: str, table: pa.Table) -> pa.Table:
+        return table.append_column("M1", pa.array(range(len(table)), pa.int32()))
+
+    data = write_dataset(tmp_path / "data", change=with_numbers, more=[CategoricalFeature("M1", 2000)])
+    settings = [f"data.path={data}", "task={group: M1, headline: gauc}", "train.max_steps=8", "train.evaluate_every=2"]
     settings += ["train.keep_best=true", "train.stop_after_evaluations=1"]
     run = tmp_path / "run"
-    done = distembed("train", config, *settings, "--run-dir", run)
-    assert done.stdout.count("note: gauc is not defined on validation; the evaluation is not compared") == 4
-    assert "stopped" not in done.stdout
-    assert done.stdout.count("note: gauc was not defined in any evaluation, so train.keep_best kept no best") == 1
+    said = call("train", config, *settings, "--run-dir", run)
+    assert said.count("note: gauc is not defined on validation; the evaluation is not compared") == 4
+    assert "stopped" not in said
+    assert said.count("note: gauc was not defined in any evaluation, so train.keep_best kept no best") == 1
     record = json.loads((run / "run.json").read_text())
     assert record["steps"] == 8 and record["best"]["step"] is None and record["best"]["evaluations_since"] == 0
     final = json.loads((run / "evaluation.json").read_text())
@@ -220,8 +213,8 @@ def test_evaluations_without_a_headline_metric_are_passed_over(dataset: Path, co
     for text in [(run / "metrics.jsonl").read_text(), (run / "evaluation.json").read_text()]:
         assert "NaN" not in text
     # what is done with the run later takes the newest checkpoint
-    assert f"AUC {final['auc']:.4f}" in distembed("evaluate", run).stdout
-    distembed("train", config, *settings, "--run-dir", run, "--resume")
+    assert f"AUC {final['auc']:.4f}" in call("evaluate", run)
+    call("train", config, *settings, "--run-dir", run, "--resume")
     assert json.loads((run / "evaluation.json").read_text())["auc"] == final["auc"]
 
 
@@ -238,13 +231,8 @@ def test_the_last_evaluation_is_no_time_of_training(
     monkeypatch.setattr(time, "perf_counter", lambda: clock() + passed[0])
     monkeypatch.setattr(trainer, "score_split", score_slowly)
     settings = ["train.evaluate_every=2", "train.stop_after_evaluations=1", "train.min_improvement=1.0"]
-    arguments = ["train", config, *settings, "train.log_every=50", "--run-dir", tmp_path / "run"]
-    cli.app([str(each) for each in arguments], standalone_mode=False)
-    (line,) = [
-        each
-        for each in map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
-        if each["kind"] == "train"
-    ]
+    call("train", config, *settings, "train.log_every=50", "--run-dir", tmp_path / "run")
+    (line,) = metrics(tmp_path / "run", "train")
     assert line["step"] == 4 and line["seconds"] < 1000
     assert line["samples_per_second"] == pytest.approx(4 * 64 / line["seconds"])
 
@@ -268,10 +256,6 @@ def lines(run: Path) -> list[dict[str, Any]]:
     return [{key: v for key, v in line.items() if "second" not in key} for line in found]
 
 
-def loglosses(run: Path, split: str) -> dict[int, float]:
-    return {line["step"]: line["logloss"] for line in lines(run) if line.get("split") == split}
-
-
 @pytest.mark.distributed
 def test_a_run_stops_when_it_gets_worse_and_is_evaluated_at_its_best(overfitting: tuple[Path, Path]) -> None:
     _, run = overfitting
@@ -283,7 +267,7 @@ def test_a_run_stops_when_it_gets_worse_and_is_evaluated_at_its_best(overfitting
     assert [step for step, _ in values][-4] == best["step"] and values[-1][0] == steps < 93
     assert lines(run)[-2]["step"] == steps  # the last line of training is whole
     assert checkpoint_name(best["step"]) in checkpoint_names(str(run / "checkpoints"))
-    at_best, at_end = (distembed("evaluate", run, *options).stdout for options in ([], ["--checkpoint", "newest"]))
+    at_best, at_end = (call("evaluate", run, *options) for options in ([], ["--checkpoint", "newest"]))
     final = json.loads((run / "evaluation.json").read_text())
     assert final["checkpoint_step"] == best["step"]
     assert f"{final['auc']:.4f}" in at_best and at_best != at_end

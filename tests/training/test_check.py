@@ -7,34 +7,26 @@ from pathlib import Path
 
 import pytest
 
-from tests.small_runs import distembed
+from tests.small_runs import call, distembed, train_small
 
 CHECKPOINT = Path("checkpoints", "step-00000004")
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Path:
-    import yaml
-
-    from tests.small_runs import config_values
-
-    folder = tmp_path_factory.mktemp("check")
-    (folder / "config.yaml").write_text(yaml.safe_dump(config_values(dataset)))
-    settings = ("train.max_steps=4", "train.checkpoint_every=2")
-    distembed("train", folder / "config.yaml", *settings, "--run-dir", folder / "run")
-    return folder / "run"
+    return train_small(tmp_path_factory.mktemp("check"), dataset, 4, "train.checkpoint_every=2")
 
 
 def test_what_is_whole_is_said_to_be(finished: Path, dataset: Path) -> None:
-    run, kept, two, four = distembed("check", finished).stdout.splitlines()
+    run, kept, two, four = call("check", finished).splitlines()
     assert kept.startswith(f"dataset {finished}/dataset: whole, 1 files")
     assert run.startswith(f"run {finished}: whole, 4 files")
     assert two.startswith(f"checkpoint {finished}/checkpoints/step-00000002: whole, 3 files")
     assert four.startswith(f"checkpoint {finished / CHECKPOINT}: whole, 3 files")
-    assert distembed("check", finished / CHECKPOINT).stdout.startswith("checkpoint ")
-    assert distembed("check", f"file://{finished / CHECKPOINT}").stdout.startswith("checkpoint ")
+    assert call("check", finished / CHECKPOINT).startswith("checkpoint ")
+    assert call("check", f"file://{finished / CHECKPOINT}").startswith("checkpoint ")
     num_bytes = sum(path.stat().st_size for path in dataset.rglob("*") if path.is_file())
-    (said,) = distembed("check", dataset).stdout.splitlines()
+    (said,) = call("check", dataset).splitlines()
     assert said.startswith(f"dataset {dataset}: whole") and f"{num_bytes / 2**10:.2f} KiB" in said
 
 

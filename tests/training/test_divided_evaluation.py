@@ -1,48 +1,36 @@
 """Evaluations and predictions that ranks divide: as on one rank, and in order."""
 
 import json
-import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 
-from distembed.commands import cli
 from distembed.training import inference
 from distembed.training.prediction_columns import RankOrder
-from tests.processes import run_processes
-from tests.ranks import free_port
-from tests.small_runs import ROWS, train_small
+from tests.small_runs import ROWS, distembed, run_command, train_small
 
 _BATCH = 37
 
 
-def use_run(rank: int, world_size: int, ports: list[int], run: Path, output: Path) -> None:
-    """Predicts and evaluates with batches so small that each rank has several, and the last has fewer rows."""
-    torch.set_num_threads(1)
-    inference.EVALUATION_BATCH_SIZE = _BATCH
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1")
-    os.environ.update(LOCAL_WORLD_SIZE=str(world_size), GLOO_SOCKET_IFNAME="lo")
-    predict = ["predict", str(run), "--output", str(output / "predictions.parquet")]
-    for port, command in zip(ports, [predict, ["evaluate", str(run), "--json"]], strict=True):
-        os.environ["MASTER_PORT"] = str(port)
-        os.dup2(os.open(output / f"{command[0]}-{rank}", os.O_WRONLY | os.O_CREAT), 1)
-        cli.app(command, standalone_mode=False)
+def run_in_small_batches(rank: int, arguments: Sequence[object], folder: Path, ranks: int, port: int) -> None:
+    """Has batches so small that each rank has several, and the last has fewer rows."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(inference, "EVALUATION_BATCH_SIZE", _BATCH)
+        run_command(rank, arguments, folder, ranks, port)
 
 
 @pytest.mark.distributed
 def test_two_ranks_predict_and_evaluate_as_one_does(dataset: Path, tmp_path: Path) -> None:
     run = train_small(tmp_path, dataset, max_steps=5)
     predictions, metrics = [], []
-    for world_size in (1, 2):
-        output = tmp_path / str(world_size)
-        output.mkdir()
-        run_processes(world_size, use_run, world_size, [free_port(), free_port()], run, output)
-        predictions.append(output / "predictions.parquet")
-        metrics.append(json.loads((output / "evaluate-0").read_text()))
+    for ranks in (1, 2):
+        predictions.append(tmp_path / f"{ranks}.parquet")
+        distembed("predict", run, "--output", predictions[-1], ranks=ranks, run=run_in_small_batches)
+        metrics.append(json.loads(distembed("evaluate", run, "--json", ranks=ranks, run=run_in_small_batches).stdout))
     one, table = (pq.read_table(path) for path in predictions)
     # the batches are the same to the bit; a matrix product may round by where its factors lie in memory
     np.testing.assert_allclose(table["prediction"], one["prediction"], rtol=1e-6)

@@ -29,7 +29,7 @@ from tests.criteo_runs import criteo_run, write_lines
 from tests.grown_tables import BEFORE, NOW, config_values, write_assignments, write_dataset
 from tests.layouts import OPTIMIZER_NAMES, Trained, Whole, gather_numbers
 from tests.ranks import run_on_ranks
-from tests.small_runs import distembed
+from tests.small_runs import call, distembed, losses
 
 STEPS = 4
 FIRST = "row_wise_adagrad"
@@ -146,11 +146,6 @@ def test_known_ids_keep_vectors_and_optimizer_states_on_one_and_on_two_ranks(
         run_on_ranks(world_size, check_taken_over, run, config)
 
 
-def losses(run: Path) -> list[float]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if line["kind"] == "train"]
-
-
 @pytest.mark.distributed
 def test_the_new_run_stands_alone_resumes_and_is_gone_on_from_in_turn(
     days: Path, first_run: Path, tmp_path: Path
@@ -169,11 +164,9 @@ def test_the_new_run_stands_alone_resumes_and_is_gone_on_from_in_turn(
     config = tmp_path / f"day2-{FIRST}.yaml"
     distembed("train", config, f"train.max_steps={STEPS}", "--run-dir", killed, "--resume", "--init-from", first)
     assert np.allclose(losses(killed), losses(second), rtol=1e-4)
-    told = distembed("describe", config, f"train.init_from={first}", "--json").stdout
-    assert (
-        json.loads(told)["tables"]
-        == json.loads(distembed("describe", second / "config.yaml", "--json").stdout)["tables"]
-    )
+    described = [[config, f"train.init_from={first}"], [second / "config.yaml"]]
+    told, own = (json.loads(call("describe", *each, "--json"))["tables"] for each in described)
+    assert told == own
     # from then on nothing is needed of the first run
     shutil.rmtree(first)
     distembed("train", config, f"train.max_steps={STEPS + 2}", "--run-dir", second, "--resume")

@@ -17,8 +17,7 @@ from distembed.training.trained_run import find_trained_run
 from launch.jobs.preflight import check_dataset
 from tests.criteo_runs import criteo_run
 from tests.data.test_damage import flip_a_bit
-from tests.small_runs import distembed
-from tests.training.test_runs import losses, metrics
+from tests.small_runs import call, distembed, losses, metrics
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +51,7 @@ def test_what_needs_no_rows_works_without_the_dataset(folder: Path, own: Path, t
     (folder / "dataset").rename(folder / "away")
     try:
         assert find_trained_run(own, None).dataset == str(own / "dataset")
-        distembed("materialise", own, "--output", tmp_path / "vectors", "--table", "C9")
+        call("materialise", own, "--output", tmp_path / "vectors", "--table", "C9")
         assert pq.read_table(tmp_path / "vectors" / "C9.parquet").num_rows > 2
         with pytest.raises(UserError, match="say where it is with --data"):
             find_trained_run(own, None, "test")
@@ -63,7 +62,7 @@ def test_what_needs_no_rows_works_without_the_dataset(folder: Path, own: Path, t
 
 
 def test_check_reads_what_is_kept(own: Path) -> None:
-    said = distembed("check", own).stdout.splitlines()
+    said = call("check", own).splitlines()
     assert said[1].startswith(f"dataset {own / 'dataset'}: whole, 27 files")
     flip_a_bit(own / "dataset" / "vocabulary" / "C3.parquet", 50)
     done = distembed("check", own, code=2)
@@ -73,10 +72,10 @@ def test_check_reads_what_is_kept(own: Path) -> None:
 def test_a_resumed_run_keeps_what_it_has_or_lacks(folder: Path, own: Path) -> None:
     train = ("train", folder / "config.yaml", "--run-dir", own, "--resume")
     before = (own / "dataset" / "manifest.json").stat().st_mtime_ns
-    distembed(*train, "train.max_steps=4")
+    call(*train, "train.max_steps=4")
     assert (own / "dataset" / "manifest.json").stat().st_mtime_ns == before
     shutil.rmtree(own / "dataset")
-    distembed(*train, "train.max_steps=5")
+    call(*train, "train.max_steps=5")
     assert kept_dataset(own) == own / "dataset"
 
 
@@ -123,7 +122,7 @@ def test_ranks_train_and_evaluate_on_a_url_as_on_the_folder(
     fetched = list((tmp_path / "cache").rglob("pieces/??/*"))
     # one or two row groups and the footer of validation and test, and all eight of training
     assert len(fetched) == 8 + 1 + 2 + 1 + 1 + 1
-    evaluated = json.loads(distembed("evaluate", local, "--data", url, "--json").stdout)
+    evaluated = json.loads(call("evaluate", local, "--data", url, "--json"))
     assert evaluated["rows"] == found[-1]["rows"] and evaluated["auc"] == pytest.approx(found[-1]["auc"], abs=1e-6)
     finding = check_dataset(load_config(config, [f"data.path={url}"]))
     assert (finding.status, finding.detail) == ("ok", f"{url}: 3 file(s)")

@@ -1,6 +1,5 @@
-"""Runs of sequences on two ranks: with the metrics of one, and resumed to the last bit with SSE and dropout."""
+"""Runs of sequences on two ranks: with the metrics of one, however items are placed, and resumed to the last bit."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -8,15 +7,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 import yaml
 
 from distembed.data.dataset.manifest import create_manifest
 from distembed.data.dataset.schema import CategoricalFeature, Schema
-from tests.processes import run_processes
-from tests.ranks import free_port
-from tests.training.test_runs import call, losses, metrics
-from tests.training.test_sse import stopped_at
+from tests.small_runs import call, distembed, losses, metrics, stopped_at
 
 NUM_USERS, NUM_ITEMS = 130, 60
 REPLACED = {"item": 0.1, "item_target": 0.3}
@@ -74,20 +69,6 @@ def config(tmp_path: Path) -> Path:
     return tmp_path / "config.yaml"
 
 
-def train_on_two(rank: int, ports: list[int], folder: Path) -> None:
-    """A run of SASRec, and of a GRU a whole run and one that goes on in the middle of its epoch."""
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(ports[0]), GLOO_SOCKET_IFNAME="lo")
-    call("train", folder / "config.yaml", "--run-dir", folder / "two")
-    os.environ["MASTER_PORT"] = str(ports[1])
-    call("train", folder / "replaced.yaml", "--run-dir", folder / "whole")
-    os.environ["MASTER_PORT"] = str(ports[2])
-    if rank == 0:
-        stopped_at(5, folder / "whole", folder / "part")
-    call("train", folder / "replaced.yaml", "--run-dir", folder / "part", "--resume")
-
-
 def evaluations(run: Path) -> list[dict[str, float]]:
     """The metrics of all evaluations of a run, without times."""
     return [
@@ -98,15 +79,56 @@ def evaluations(run: Path) -> list[dict[str, float]]:
 
 @pytest.mark.distributed
 def test_two_ranks_have_the_metrics_of_one_and_a_resumed_run_is_the_same(config: Path, tmp_path: Path) -> None:
-    run_processes(2, train_on_two, [free_port() for _ in range(3)], tmp_path)
+    """A run of SASRec, and of a GRU a whole run and one that goes on in the middle of its epoch."""
+    replaced, whole, part = (tmp_path / name for name in ("replaced.yaml", "whole", "part"))
+    distembed("train", config, "--run-dir", tmp_path / "two", ranks=2)
+    distembed("train", replaced, "--run-dir", whole, ranks=2)
+    stopped_at(5, whole, part)
+    distembed("train", replaced, "--run-dir", part, "--resume", ranks=2)
     call("train", config, "--run-dir", tmp_path / "one")
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
     one, two = evaluations(tmp_path / "one"), evaluations(tmp_path / "two")
     assert [sorted(each) for each in one] == [sorted(each) for each in two]
     for own, other in zip(one, two, strict=True):
         assert own == pytest.approx(other, abs=0.02)
-    whole, part = tmp_path / "whole", tmp_path / "part"
     assert losses(part) == losses(whole) and evaluations(part) == evaluations(whole)
     shares = [line["replaced_share"] for line in metrics(whole, "train")]
     for name, p0 in REPLACED.items():
         assert abs(np.mean([share[name] for share in shares]) - p0) < 0.1
+
+
+LAYOUTS = ("table_wise", "row_wise", "column_wise", "data_parallel")
+TABLES = {
+    "full": {"partition": "naive"},
+    "quotient_remainder": {"partition": "quotient_remainder", "collisions": 4, "threshold": 0, "force": True},
+}
+
+
+def write_config(folder: Path, table: str, layout: str | None) -> Path:
+    values: dict[str, Any] = {
+        "extends": "config.yaml",
+        "task": {"loss": "softmax"},
+        "embedding": {"tables": {"item": {"embedding_dim": 8, **TABLES[table]}}},
+        "train": {"dense_optimizer": {"name": "adam", "learning_rate": 0.01, "weight_decay": 0.01}},
+    }
+    if layout is not None:
+        own = {"sharding_types": [layout], **({"min_partition": 4} if layout == "column_wise" else {})}
+        values["plan"] = {"tables": {"item": own}}
+    path = folder / f"{table}_{layout}.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(1200)
+def test_all_layouts_have_the_metrics_of_one_rank(config: Path, tmp_path: Path) -> None:
+    for table in TABLES:
+        expected = tmp_path / table
+        call("train", write_config(tmp_path, table, None), "--run-dir", expected)
+        for layout in LAYOUTS:
+            found = tmp_path / f"{table}_{layout}"
+            distembed("train", write_config(tmp_path, table, layout), "--run-dir", found, ranks=2)
+            assert losses(found) == pytest.approx(losses(expected), rel=1e-3), (table, layout)
+            for own, other in zip(evaluations(found), evaluations(expected), strict=True):
+                assert own == pytest.approx(other, abs=0.02), (table, layout)

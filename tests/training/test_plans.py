@@ -1,23 +1,15 @@
 """Whole runs under every plan, on one, two and four ranks: the same losses, and the plan that was asked for."""
 
 import json
-import os
-import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
 from distembed.base.errors import UserError
-from distembed.commands import cli
-from distembed.commands.shared import console
-from tests.processes import run_processes
-from tests.ranks import free_port
-from tests.small_runs import SIZES, distembed
-from tests.training.test_schemes import losses
+from tests.small_runs import SIZES, call, distembed, losses, stopped_at
 
 # a path cannot be divided by columns
 PLANS: dict[str, dict[str, Any]] = {
@@ -57,32 +49,13 @@ def compositions(config: Path, tmp_path: Path) -> Path:
     return path
 
 
-def train_on_ranks(config: Path, folder: Path, world_size: int) -> None:
-    """Runs every plan in processes that are started once, each as ``torch.distributed.run`` would start it."""
-    ports = [free_port() for _ in PLANS]
-    run_processes(world_size, _train_all, world_size, ports, str(config), folder)
-
-
-def _train_all(rank: int, world_size: int, ports: list[int], config: str, folder: Path) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
-    os.environ.update(LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
-    for port, (name, plan) in zip(ports, PLANS.items(), strict=True):
-        os.environ["MASTER_PORT"] = str(port)
-        run = folder / name
-        with console.capture() as captured:
-            cli.app(["train", config, f"plan={json.dumps(plan)}", "--run-dir", str(run)], standalone_mode=False)
-        if rank == 0:
-            (folder / f"{name}.txt").write_text(captured.get())
-
-
 def expected_type(plan: dict[str, Any], table: str) -> str:
     own = plan.get("tables", {}).get(table, plan)
     (sharding_type,) = own["sharding_types"]
     return str(sharding_type)
 
 
-def check_plan(folder: Path, name: str, world_size: int) -> None:
+def check_plan(folder: Path, name: str, world_size: int, said: str) -> None:
     """Checks that the saved plan is the one that was asked for, and that what is printed says the same."""
     (placed,) = json.loads((folder / name / "plan.json").read_text())["plan"].values()
     assert placed.keys() == SIZES.keys()
@@ -101,7 +74,7 @@ def check_plan(folder: Path, name: str, world_size: int) -> None:
             assert len(widths) == 1 or all(width >= 4 for width in widths)
         if sharding_type == "column_wise" and world_size > 1:
             assert len(widths) > 1
-    (line,) = [line for line in (folder / f"{name}.txt").read_text().splitlines() if line.startswith("plan: ")]
+    (line,) = [line for line in said.splitlines() if line.startswith("plan: ")]
     for sharding_type, count in Counter(placement["sharding_type"] for placement in placed.values()).items():
         assert f"{count} {sharding_type}" in line
 
@@ -112,12 +85,12 @@ def test_every_plan_trains_alike_on_one_rank_and_on_many(compositions: Path, tmp
     curves, evaluations = {}, {}
     for world_size in (1, many):
         folder = tmp_path / f"on{world_size}"
-        folder.mkdir()
-        train_on_ranks(compositions, folder, world_size)
-        for name in PLANS:
+        for name, plan in PLANS.items():
+            arguments = ("train", compositions, f"plan={json.dumps(plan)}", "--run-dir", folder / name)
+            done = distembed(*arguments, ranks=world_size)
             curves[name, world_size] = losses(folder / name)
             evaluations[name, world_size] = json.loads((folder / name / "evaluation.json").read_text())["logloss"]
-            check_plan(folder, name, world_size)
+            check_plan(folder, name, world_size, done.stdout)
     expected = curves["table_wise", 1]
     assert len(expected) == 12 and expected[-1] < expected[0]
     for key, curve in curves.items():
@@ -130,21 +103,12 @@ OVERRIDES = ["train.max_steps=8", "train.checkpoint_every=4", "train.keep_checkp
 
 def train(config: Path, run: Path, *arguments: object) -> str:
     """Runs the command in this process and returns what it prints."""
-    with console.capture() as said:
-        cli.app(["train", str(config), *OVERRIDES, "--run-dir", str(run), *map(str, arguments)], standalone_mode=False)
-    return said.get()
+    return call("train", config, *OVERRIDES, "--run-dir", run, *arguments)
 
 
 def plan_of(run: Path) -> dict[str, Any]:
     values: dict[str, Any] = json.loads((run / "plan.json").read_text())
     return values
-
-
-def interrupted(run: Path, copy: Path) -> Path:
-    """Returns a copy of a run as if it had been stopped in its middle."""
-    shutil.copytree(run, copy)
-    shutil.rmtree(copy / "checkpoints" / "step-00000008")
-    return copy
 
 
 @pytest.fixture
@@ -153,8 +117,7 @@ def chosen(config: Path, tmp_path: Path) -> Path:
     one_cpu = ["--gpus", "1", "--gpu", "cpu-256gb"]
     plan = tmp_path / "saved.json"
     arguments = ["plan", str(config), *OVERRIDES, *one_cpu, "plan.sharding_types=[row_wise]", "-o", str(plan)]
-    with console.capture():
-        cli.app(arguments, standalone_mode=False)
+    call(*arguments)
     train(config, tmp_path / "anew")
     train(config, tmp_path / "chosen", "--plan", plan)
     assert plan_of(tmp_path / "anew") != plan_of(tmp_path / "chosen")
@@ -162,7 +125,7 @@ def chosen(config: Path, tmp_path: Path) -> Path:
 
 
 def test_the_plan_stays(config: Path, chosen: Path, tmp_path: Path) -> None:
-    part = interrupted(chosen, tmp_path / "part")
+    part = stopped_at(4, chosen, tmp_path / "part")
     said = train(config, part, "--resume")
     assert "resuming at step 4" in said and "plan: 4 row_wise" in said and "planned anew" not in said
     assert plan_of(part) == plan_of(chosen)
@@ -170,7 +133,7 @@ def test_the_plan_stays(config: Path, chosen: Path, tmp_path: Path) -> None:
 
 
 def test_the_plan_is_made_anew_where_the_config_asks_for_another(config: Path, chosen: Path, tmp_path: Path) -> None:
-    part = interrupted(chosen, tmp_path / "part")
+    part = stopped_at(4, chosen, tmp_path / "part")
     said = train(config, part, "plan.sharding_types=[data_parallel]", "--resume")
     assert "plan: 4 data_parallel" in said and "plan section has changed" in said
     assert plan_of(part) != plan_of(chosen)
@@ -179,7 +142,7 @@ def test_the_plan_is_made_anew_where_the_config_asks_for_another(config: Path, c
 
 
 def test_a_plan_that_cannot_be_read_is_not_passed_over(config: Path, chosen: Path, tmp_path: Path) -> None:
-    part = interrupted(chosen, tmp_path / "part")
+    part = stopped_at(4, chosen, tmp_path / "part")
     (part / "plan.json").write_text(json.dumps(plan_of(chosen)["plan"]))
     with pytest.raises(UserError, match=r"(?s)--resume: 2 mistakes in the plan of .*Or remove it"):
         train(config, part, "--resume")
@@ -190,16 +153,16 @@ def test_a_plan_that_cannot_be_read_is_not_passed_over(config: Path, chosen: Pat
 
 @pytest.mark.distributed
 def test_the_plan_is_made_anew_on_another_number_of_ranks(config: Path, chosen: Path, tmp_path: Path) -> None:
-    part = interrupted(chosen, tmp_path / "part")
+    part = stopped_at(4, chosen, tmp_path / "part")
     done = distembed("train", config, *OVERRIDES, "--run-dir", part, "--resume", ranks=2)
     assert "planned anew" in done.stdout and "world_size: 1 in the plan, 2 now" in done.stdout
     assert plan_of(part)["made_for"]["world_size"] == 2
     assert losses(part) == pytest.approx(losses(chosen), rel=1e-4)
     # and on the first number again, two ranks' plan is of no use
-    last = interrupted(part, tmp_path / "last")
+    last = stopped_at(4, part, tmp_path / "last")
     train(config, last, "--resume")
     assert plan_of(last) == plan_of(tmp_path / "anew")
     # while two ranks keep theirs
-    again = interrupted(part, tmp_path / "again")
+    again = stopped_at(4, part, tmp_path / "again")
     done = distembed("train", config, *OVERRIDES, "--run-dir", again, "--resume", ranks=2)
     assert "planned anew" not in done.stdout and plan_of(again) == plan_of(part)

@@ -1,7 +1,6 @@
 """What a processor computes in by ``train.precision=auto``, in training and in what the doctor says."""
 
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +12,6 @@ from torch import Tensor
 from distembed.base.errors import UserError
 from distembed.base.ranks import Ranks
 from distembed.checkpoints.checkpoint import load_weights
-from distembed.commands import cli
-from distembed.commands.shared import console
 from distembed.data.dataset.schema import Schema
 from distembed.reports.doctor.facts import MachineFacts
 from distembed.reports.doctor.findings import check_machine
@@ -29,7 +26,7 @@ from distembed.training.resume import require_same_config
 from distembed.training.train_config import TrainConfig
 from distembed.training.trained_run import find_trained_run
 from tests.ranks import run_on_ranks
-from tests.small_runs import distembed, train_small
+from tests.small_runs import call, distembed, losses, stopped_at, train_small
 
 CPU = torch.device("cpu")
 ALONE = Ranks(0, 1, 1, CPU)
@@ -61,20 +58,19 @@ def test_bf16_is_taken_where_it_multiplies_faster(
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("slow", [[], [0], [1], [0, 1]])
-def test_ranks_compute_alike_on_unlike_processors(slow: list[int]) -> None:
-    run_on_ranks(2, _require_one_precision, slow, "fp32" if slow else "bf16")
+def test_ranks_compute_alike_on_unlike_processors() -> None:
+    run_on_ranks(2, _require_one_precision)
 
 
-def _require_one_precision(rank: int, world_size: int, slow: list[int], expected: str) -> None:
-    build.multiplies_faster_in_bf16 = lambda flags, is_intel: rank not in slow
+def _require_one_precision(rank: int, world_size: int) -> None:
     ranks = Ranks(rank, world_size, world_size, CPU)
-    assert used_precision("auto", ranks) == expected
-    assert [used_precision(own, ranks) for own in ("bf16", "fp32")] == ["bf16", "fp32"]
-    for precision, computed in (("auto", expected), ("bf16", "bf16"), ("fp32", "fp32")):
-        config = Config(train=TrainConfig(precision=precision))
-        blueprint = Blueprint.for_ranks(config, Schema("label", (), ()), ranks, {})
-        assert (blueprint.precision, blueprint.bf16) == (computed, computed == "bf16")
+    for slow in ([], [0], [1], [0, 1]):
+        build.multiplies_faster_in_bf16 = lambda flags, is_intel, slow=slow: rank not in slow
+        for precision, computed in (("auto", "fp32" if slow else "bf16"), ("bf16", "bf16"), ("fp32", "fp32")):
+            assert used_precision(precision, ranks) == computed
+            config = Config(train=TrainConfig(precision=precision))
+            blueprint = Blueprint.for_ranks(config, Schema("label", (), ()), ranks, {})
+            assert (blueprint.precision, blueprint.bf16) == (computed, computed == "bf16")
 
 
 FP16 = ["embedding.default.data_type=fp16"]
@@ -96,27 +92,8 @@ CHECKPOINTS = ["train.checkpoint_every=4", "train.keep_checkpoints=9"]
 WEIGHTS = ["embedding_bags.C2__p0.weight", "embedding_bags.M__p1.weight", "bottom.layers.0.weight"]
 
 
-def call(*arguments: object) -> str:
-    """Runs the command in this process, which has loaded torch; returns what it says."""
-    with console.capture() as said:
-        cli.app([str(argument) for argument in arguments], standalone_mode=False)
-    return said.get()
-
-
-def losses(run: Path) -> list[float]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if line["kind"] == "train"]
-
-
 def saved_weights(run: Path) -> list[Tensor]:
     return load_weights(run / "checkpoints" / "step-00000008", WEIGHTS)
-
-
-def cut(run: Path, to: Path) -> Path:
-    """A copy of a run of 8 steps as it is where it was killed between the 4th and the 8th."""
-    shutil.copytree(run, to)
-    shutil.rmtree(to / "checkpoints" / "step-00000008")
-    return to
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +125,7 @@ def test_a_resumed_run_gives_the_weights_of_one_that_was_not_stopped(
     name: str, folder: Path, fp16_run: Path, tmp_path: Path
 ) -> None:
     whole = fp16_run if name == "fp16" else train(folder, tmp_path / "whole", *SETTINGS[name])
-    part = train(folder, cut(whole, tmp_path / "part"), *SETTINGS[name], "--resume")
+    part = train(folder, stopped_at(4, whole, tmp_path / "part"), *SETTINGS[name], "--resume")
     assert len(losses(whole)) == 8 and losses(part) == losses(whole)
     dtype = torch.float16 if "fp16" in name else torch.bfloat16 if "bf16" in name else torch.float32
     for weight, other in zip(saved_weights(part), saved_weights(whole), strict=True):
@@ -161,7 +138,7 @@ def test_a_resumed_run_gives_the_weights_of_one_that_was_not_stopped(
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_resumed_run_of_two_ranks_gives_the_same_weights(name: str, folder: Path, tmp_path: Path) -> None:
     whole = train(folder, tmp_path / "whole", *SETTINGS[name], ranks=2)
-    part = train(folder, cut(whole, tmp_path / "part"), *SETTINGS[name], "--resume", ranks=2)
+    part = train(folder, stopped_at(4, whole, tmp_path / "part"), *SETTINGS[name], "--resume", ranks=2)
     assert losses(part) == losses(whole)
     for weight, other in zip(saved_weights(part), saved_weights(whole), strict=True):
         assert weight.equal(other)

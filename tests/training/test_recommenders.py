@@ -1,8 +1,6 @@
 """Whole runs of the tasks of recommenders: on ranks, resumed, killed, evaluated, predicted, refused."""
 
-import contextlib
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -10,15 +8,11 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-import torch
 import yaml
 
 from distembed.base.errors import UserError
 from tests.interactions import NUM_ITEMS, prepare
-from tests.processes import run_processes
-from tests.ranks import free_port
-from tests.training.test_runs import call, losses, metrics, start, wait_for_steps
-from tests.training.test_sse import stopped_at
+from tests.small_runs import call, distembed, losses, metrics, stopped_at
 
 KINDS: dict[str, dict[str, Any]] = {
     "rating": {"model": {"name": "mf"}, "task": {"name": "rating", "regularization": 0.01}},
@@ -74,37 +68,20 @@ def check_metrics(found: dict[str, Any], expected: dict[str, Any]) -> None:
         assert found[name] == (pytest.approx(expected[name], rel=1e-4, abs=2e-3) if is_number else expected[name]), name
 
 
-def on_ranks(rank: int, ports: list[int], commands: list[tuple[object, ...]], world_size: int, output: Path) -> None:
-    """Runs one command after another on ranks that are started once; what they print goes to files."""
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1")
-    os.environ.update(LOCAL_WORLD_SIZE=str(world_size), GLOO_SOCKET_IFNAME="lo")
-    for number, (port, command) in enumerate(zip(ports, commands, strict=True)):
-        os.environ["MASTER_PORT"] = str(port)
-        with (output / f"{number}-{rank}").open("w") as file, contextlib.redirect_stdout(file):
-            call(*command)
-
-
 @pytest.mark.distributed
 def test_ranks_train_and_evaluate_to_the_metrics_of_one(datasets: dict[str, Path], tmp_path: Path) -> None:
     configs = {kind: write_config(tmp_path / f"{kind}.yaml", kind, datasets) for kind in KINDS}
-    commands = [("train", config, "--run-dir", tmp_path / f"{kind}-2") for kind, config in configs.items()]
-    ports = [free_port() for _ in KINDS]
-    run_processes(2, on_ranks, ports, commands, 2, tmp_path)
     for kind, config in configs.items():
         one, two = tmp_path / f"{kind}-1", tmp_path / f"{kind}-2"
         call("train", config, "--run-dir", one)
+        distembed("train", config, "--run-dir", two, ranks=2)
         assert losses(two) == pytest.approx(losses(one), rel=1e-4), kind
         first, second = np.array_split(losses(one), 2)
         assert second.mean() < first.mean(), kind
         for found, expected in zip(metrics(two, "eval"), metrics(one, "eval"), strict=True):
             check_metrics(found, expected)
-    (tmp_path / "evaluated").mkdir()
-    evaluations = [("evaluate", tmp_path / f"{kind}-1", "--json") for kind in KINDS]
-    run_processes(3, on_ranks, [free_port() for _ in KINDS], evaluations, 3, tmp_path / "evaluated")
-    for number, kind in enumerate(KINDS):
-        found = json.loads((tmp_path / "evaluated" / f"{number}-0").read_text())
-        expected = json.loads((tmp_path / f"{kind}-1" / "evaluation.json").read_text())
+        found = json.loads(distembed("evaluate", one, "--json", ranks=3).stdout)
+        expected = json.loads((one / "evaluation.json").read_text())
         common = found.keys() & expected.keys()
         assert len(common) > 3
         check_metrics({name: found[name] for name in common}, {name: expected[name] for name in common})
@@ -112,7 +89,7 @@ def test_ranks_train_and_evaluate_to_the_metrics_of_one(datasets: dict[str, Path
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_is_resumed_in_mid_epoch_and_read_by_every_command(
-    kind: str, datasets: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: str, datasets: dict[str, Path], tmp_path: Path
 ) -> None:
     sse = {"default": {"p0": 0.1}}
     config = write_config(tmp_path / "config.yaml", kind, datasets, sse=sse)
@@ -133,33 +110,6 @@ def test_a_run_is_resumed_in_mid_epoch_and_read_by_every_command(
     (vectors,) = (tmp_path / "vectors").glob("**/*.parquet")
     assert pq.read_table(vectors).num_rows in (NUM_ITEMS, NUM_ITEMS + 2)
     call("report", whole, part, "--output", tmp_path / "report.html")
-    capsys.readouterr()
-
-
-def test_a_run_of_next_items_goes_on_after_it_was_killed(datasets: dict[str, Path], tmp_path: Path) -> None:
-    config = write_config(tmp_path / "config.yaml", "softmax", datasets)
-    run, overrides = tmp_path / "run", ("train.checkpoint_every=1", "train.epochs=40", "data.validation=null")
-    process = start(config, run, *overrides)
-    wait_for_steps(run, process, 8)
-    process.kill()
-    process.join()
-    stopped = max(line["step"] for line in metrics(run, "train"))
-    resumed = start(config, run, *overrides, "--resume")
-    wait_for_steps(run, resumed, stopped + 5)
-    resumed.kill()
-    resumed.join()
-    steps = [line["step"] for line in metrics(run, "train")]
-    assert steps == list(range(1, steps[-1] + 1)) and steps[-1] > stopped
-    call(
-        "train",
-        config,
-        *overrides,
-        "train.checkpoint_every=0",
-        f"train.max_steps={steps[-1]}",
-        "--run-dir",
-        tmp_path / "u",
-    )
-    assert losses(run) == losses(tmp_path / "u")[: steps[-1]]
 
 
 def test_what_does_not_go_together_is_said_before_anything_is_trained(

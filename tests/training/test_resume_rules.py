@@ -9,23 +9,14 @@ import torch
 
 from distembed.base.errors import UserError
 from distembed.checkpoints.checkpoint import load_weights
-from distembed.commands import cli
-from distembed.commands.shared import console
 from distembed.optim.config import ScheduleConfig
 from distembed.optim.optimizers import learning_rate_factor
 from distembed.training.build import use_bf16
 from distembed.training.config import load_config
 from distembed.training.resume import require_same_config, require_same_precision
-from tests.small_runs import train_small
+from tests.small_runs import call, train_small
 
 WEIGHTS = ["bottom.layers.0.weight", "top.layers.2.weight"]
-
-
-def call(*arguments: object) -> str:
-    """Runs the command in this process, which has loaded torch; returns what it says."""
-    with console.capture() as said:
-        cli.app([str(argument) for argument in arguments], standalone_mode=False)
-    return said.get()
 
 
 @pytest.fixture(scope="module")

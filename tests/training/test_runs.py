@@ -5,11 +5,9 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -18,28 +16,28 @@ import yaml
 from sklearn.metrics import log_loss, roc_auc_score
 
 from distembed.base.errors import UserError
-from distembed.commands import cli
-from distembed.commands.shared import console
+from distembed.training.run_folder.lock import owned
 from tests.processes import start_processes
-from tests.small_runs import ROWS, command, config_values, distembed, run_command, write_dataset
+from tests.ranks import free_port
+from tests.small_runs import (
+    ROWS,
+    call,
+    distembed,
+    losses,
+    metrics,
+    run_command,
+    stopped_at,
+    train_small,
+    write_dataset,
+)
 
-
-def metrics(run: Path, kind: str) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["kind"] == kind]
-
-
-def losses(run: Path) -> list[float]:
-    return [line["loss"] for line in metrics(run, "train")]
+OUTPUTS = ("output", "errors")
 
 
 @pytest.fixture(scope="module")
 def finished(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("finished")
-    (folder / "config.yaml").write_text(yaml.safe_dump(config_values(dataset)))
     settings = ("train.epochs=2", "train.checkpoint_every=10")
-    distembed("train", folder / "config.yaml", *settings, "--run-dir", folder / "run")
-    return folder / "run"
+    return train_small(tmp_path_factory.mktemp("finished"), dataset, 62, *settings)
 
 
 def test_a_run_leaves_all_that_is_needed_to_trust_and_to_use_it(finished: Path, tmp_path: Path) -> None:
@@ -74,7 +72,7 @@ def file_of_split(run: Path, split: str) -> Path:
 @pytest.mark.distributed
 def test_two_ranks_give_the_losses_of_one_and_predict_in_order(config: Path, tmp_path: Path) -> None:
     # 65 rows a batch cannot be halved, and of the last batch's one row a rank has none
-    overrides = ["train.batch_size=65", "train.epochs=2", "train.evaluate_every=20"]
+    overrides = ["train.batch_size=65", "train.evaluate_every=20"]
     one, two = tmp_path / "one", tmp_path / "two"
     distembed("train", config, *overrides, "--run-dir", one)
     distembed("train", config, *overrides, "--run-dir", two, ranks=2)
@@ -115,10 +113,7 @@ def test_a_resumed_run_repeats_the_one_that_was_not_stopped(
     distembed("train", config, *overrides, "--run-dir", whole)
     # from the middle of the second epoch, on the same number of ranks and on another
     for ranks in (1, 2):
-        part = tmp_path / f"part{ranks}"
-        shutil.copytree(whole, part)
-        for checkpoint in ("step-00000060", "step-00000062"):
-            shutil.rmtree(part / "checkpoints" / checkpoint)
+        part = stopped_at(45, whole, tmp_path / f"part{ranks}")
         distembed("train", config, *overrides, "--run-dir", part, "--resume", ranks=ranks)
         assert [line["step"] for line in metrics(part, "train")] == list(range(1, 63))
         if ranks == 1:
@@ -135,12 +130,10 @@ def test_checkpoints_that_are_kept_elsewhere_are_found_by_every_command(config: 
     assert not (run / "checkpoints").exists()
     assert sorted(path.name for path in place.iterdir()) == [".run", "step-00000020"]
     assert (place / ".run").read_text() == str(run)
-    # here and not in processes of their own, each of which takes seconds to load torch
-    with console.capture() as said:
-        call("predict", run, "--output", tmp_path / "predictions.parquet")
-        call("materialise", run, "--output", tmp_path / "vectors", "--table", "C1")
-        call("train", config, elsewhere, "train.max_steps=20", "--run-dir", run, "--resume")
-    assert "resuming at step 20 of 20" in said.get()
+    call("predict", run, "--output", tmp_path / "predictions.parquet")
+    call("materialise", run, "--output", tmp_path / "vectors", "--table", "C1")
+    said = call("train", config, elsewhere, "train.max_steps=20", "--run-dir", run, "--resume")
+    assert "resuming at step 20 of 20" in said
     other = tmp_path / "other"
     with pytest.raises(UserError, match="holds checkpoints of another run"):
         call("train", config, elsewhere, "--run-dir", other)
@@ -150,68 +143,73 @@ def test_checkpoints_that_are_kept_elsewhere_are_found_by_every_command(config: 
         call("train", config, f"train.checkpoint_dir={tmp_path}/file/below", "--run-dir", other)
 
 
-def call(*arguments: object) -> None:
-    """Runs the command in this process."""
-    cli.app([str(argument) for argument in arguments], standalone_mode=False)
+def start_ranks(ranks: int, config: Path, run: Path, *overrides: str) -> list[BaseProcess]:
+    """Starts a long run in processes that have torch already."""
+    arguments = ("train", config, "train.epochs=400", *overrides, "--run-dir", run)
+    return list(start_processes(ranks, run_command, arguments, run.parent, ranks, free_port()).processes)
 
 
 def start(config: Path, run: Path, *overrides: str) -> BaseProcess:
-    """Starts a long run in a process that has torch already."""
-    arguments = ("train", config, "train.epochs=400", *overrides, "--run-dir", run)
-    (process,) = start_processes(1, run_command, arguments, run.parent).processes
-    return process
+    return start_ranks(1, config, run, *overrides)[0]
 
 
-def launch_long(config: Path, run: Path, ranks: int = 1) -> subprocess.Popen[bytes]:
-    """Starts a long run as a user does."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    with (run.parent / "output").open("w") as output:
-        arguments = command("train", config, "train.epochs=400", "--run-dir", run, ranks=ranks)
-        return subprocess.Popen(arguments, stdout=output, stderr=output, env=environment)
+def kill(process: BaseProcess) -> None:
+    process.kill()
+    process.join()
 
 
-def wait_for_steps(run: Path, process: BaseProcess | subprocess.Popen[bytes], steps: int) -> None:
+def wait_for_steps(run: Path, process: BaseProcess, steps: int) -> None:
     path = run / "metrics.jsonl"
     while not path.exists() or path.read_text().count("\n") < steps:
-        is_running = process.is_alive() if isinstance(process, BaseProcess) else process.poll() is None
-        assert is_running, [
-            said.read_text() for said in (run.parent / "output", run.parent / "errors") if said.exists()
-        ]
+        assert process.is_alive(), [file.read_text() for file in run.parent.iterdir() if file.name in OUTPUTS]
         time.sleep(0.05)
 
 
-def test_ctrl_c_leaves_a_checkpoint_to_go_on_from(config: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    process = launch_long(config, run)
-    wait_for_steps(run, process, 20)
-    process.send_signal(signal.SIGINT)
-    returned, output = process.wait(), (tmp_path / "output").read_text()
-    assert returned == 75 and "interrupted" in output and "Traceback" not in output
+def check_interrupted(run: Path) -> None:
+    """That a checkpoint of the last step is there, whether or not one was due."""
     assert json.loads((run / "run.json").read_text())["status"] == "interrupted"
-    (checkpoint,) = sorted((run / "checkpoints").glob("step-*"))[-1:]
-    last = metrics(run, "train")[-1]["step"]
-    assert int(checkpoint.name.split("-")[1]) == last
-    done = distembed("evaluate", run)
-    assert "logloss" in done.stdout
+    (checkpoint,) = (run / "checkpoints").glob(f"step-{metrics(run, 'train')[-1]['step']:08d}*")
+    assert (checkpoint / "progress.json").exists()
+    assert "logloss" in call("evaluate", run)
 
 
-def test_a_warning_stops_a_run_that_then_goes_on_where_it_was(config: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGUSR1, signal.SIGTERM], ids=lambda by: by.name)
+def test_a_signal_leaves_a_checkpoint_to_go_on_from(
+    by: signal.Signals, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGTERM comes from a launcher, and several times; errors are noted for that alone."""
+    if by == signal.SIGTERM:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     run = tmp_path / "run"
     (run / "launch").mkdir(parents=True)  # what launching leaves before the run starts
-    arguments = ("train", config, "train.epochs=400", "--run-dir", run, "--resume-or-start")
-    (process,) = start_processes(1, run_command, arguments, tmp_path).processes
+    process = start(config, run, "--resume-or-start")
     wait_for_steps(run, process, 20)
-    os.kill(process.pid, signal.SIGUSR1)  # type: ignore[arg-type]
+    for _ in range(5 if by == signal.SIGTERM else 1):
+        os.kill(process.pid, by)  # type: ignore[arg-type]
     process.join()
-    assert process.exitcode == 75
-    stopped = metrics(run, "train")[-1]["step"]
-    assert json.loads((run / "run.json").read_text())["status"] == "interrupted"
-    (checkpoint,) = (run / "checkpoints").glob(f"step-{stopped:08d}*")  # whether or not one was due
-    assert (checkpoint / "progress.json").exists()
-    # the same command starts another run, and goes on with that when it is given again
-    once = ("train", config, "--run-dir", tmp_path / "other", "--resume-or-start")
-    first, again = distembed(*once), distembed(*once)
-    assert "training 31 steps" in first.stdout and "resuming at step 31 of 31" in again.stdout
+    said = "".join((tmp_path / name).read_text() for name in OUTPUTS)
+    assert process.exitcode == 75 and "interrupted" in said and "Traceback" not in said
+    check_interrupted(run)
+    assert not list(tmp_path.glob("error.json*"))
+    if by == signal.SIGTERM:
+        distembed("train", config, "--run-dir", run, code=2)
+        noted = json.loads((tmp_path / "error.json.0").read_text())["message"]
+        assert "UserError" in noted["message"] and "holds a run already" in noted["message"]
+        assert "Traceback" in noted["extraInfo"]["py_callstack"]
+
+
+@pytest.mark.distributed
+def test_ctrl_c_stops_all_ranks_at_the_same_step(config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    processes = start_ranks(2, config, run)
+    wait_for_steps(run, processes[0], 20)
+    for process in processes[::-1]:
+        os.kill(process.pid, signal.SIGINT)  # type: ignore[arg-type]
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [75, 75]
+    check_interrupted(run)
 
 
 def test_a_run_that_was_killed_before_it_had_recorded_itself_starts_again(config: Path, tmp_path: Path) -> None:
@@ -221,49 +219,17 @@ def test_a_run_that_was_killed_before_it_had_recorded_itself_starts_again(config
     while not (run / ".lock").exists():
         assert process.is_alive()
         time.sleep(0.005)
-    process.kill()
-    process.join()
+    kill(process)
     # and one that was killed within the moment of recording it
     (run / "config.yaml").write_text("half")
     (run / ".run.json-abc").write_text("")
-    assert "training 31 steps" in distembed("train", config, "--run-dir", run, "--resume-or-start").stdout
+    again = ("train", config, "--run-dir", run, "--resume-or-start")
+    assert "training 31 steps" in call(*again)
+    assert "resuming at step 31 of 31" in call(*again)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes").write_text("mine")
-    refused = distembed("train", config, "--run-dir", tmp_path / "full", "--resume-or-start", code=2)
-    assert "other files and no run" in refused.stderr
-
-
-def test_under_a_launcher_further_signals_change_nothing_and_errors_are_noted(
-    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    run = tmp_path / "run"
-    process = launch_long(config, run)
-    wait_for_steps(run, process, 20)
-    for _ in range(5):
-        process.send_signal(signal.SIGTERM)
-    assert process.wait() == 75
-    assert json.loads((run / "run.json").read_text())["status"] == "interrupted"
-    assert not (tmp_path / "error.json").exists()
-    launch_long(config, run).wait()  # which holds a run already
-    noted = json.loads((tmp_path / "error.json").read_text())["message"]
-    assert "UserError" in noted["message"] and "holds a run already" in noted["message"]
-    assert "Traceback" in noted["extraInfo"]["py_callstack"]
-
-
-@pytest.mark.distributed
-def test_ctrl_c_stops_all_ranks_at_the_same_step(config: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    process = launch_long(config, run, ranks=2)
-    wait_for_steps(run, process, 20)
-    process.send_signal(signal.SIGINT)
-    process.wait()
-    assert json.loads((run / "run.json").read_text())["status"] == "interrupted"
-    last = metrics(run, "train")[-1]["step"]
-    (checkpoint,) = (run / "checkpoints").glob(f"step-{last:08d}*")  # whether or not one was due
-    assert (checkpoint / "progress.json").exists()
-    assert "logloss" in distembed("evaluate", run).stdout
+    with pytest.raises(UserError, match="other files and no run"):
+        call("train", config, "--run-dir", tmp_path / "full", "--resume-or-start")
 
 
 @pytest.mark.parametrize("delay", [0.0, pytest.param(0.2, marks=pytest.mark.slow)])
@@ -272,16 +238,13 @@ def test_kill_leaves_only_whole_checkpoints(config: Path, tmp_path: Path, delay:
     process = start(config, run, "train.checkpoint_every=1", "train.keep_checkpoints=3")
     wait_for_steps(run, process, 5)
     time.sleep(delay)
-    process.kill()
-    process.join()
-    done = distembed("evaluate", run)  # reads the newest
-    assert "logloss" in done.stdout
+    kill(process)
+    assert "logloss" in call("evaluate", run)  # reads the newest
     step = max(int(p.name.split("-")[1]) for p in (run / "checkpoints").glob("step-*"))
     assert step in [line["step"] for line in metrics(run, "train")]
     resumed = start(config, run, "train.checkpoint_every=1", "train.keep_checkpoints=3", "--resume")
     wait_for_steps(run, resumed, step + 3)
-    resumed.kill()
-    resumed.join()
+    kill(resumed)
     steps = [line["step"] for line in metrics(run, "train")]
     assert steps == list(range(1, steps[-1] + 1)) and steps[-1] > step
 
@@ -346,15 +309,6 @@ def test_what_cannot_be_done_is_said_before_anything_is_trained(config: Path, tm
             call(*arguments)
 
 
-def test_two_runs_in_one_folder_are_refused(config: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    process = start(config, run, "train.checkpoint_every=5")
-    try:
-        wait_for_steps(run, process, 6)
-        done = distembed(
-            "train", config, "train.epochs=400", "train.checkpoint_every=5", "--run-dir", run, "--resume", code=2
-        )
-        assert "in use by another process" in done.stderr
-    finally:
-        process.kill()
-        process.join()
+def test_two_runs_in_one_folder_are_refused(config: Path, finished: Path) -> None:
+    with owned(finished), pytest.raises(UserError, match="in use by another process"):
+        call("train", config, "train.epochs=3", "train.checkpoint_every=10", "--run-dir", finished, "--resume")

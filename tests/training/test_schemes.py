@@ -1,7 +1,6 @@
 """Whole runs with tables of different schemes and compositions in one model."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pyarrow as pa
@@ -9,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from tests.small_runs import SIZES, distembed
+from tests.small_runs import SIZES, call, distembed, losses, stopped_at
 
 
 @pytest.fixture
@@ -49,42 +48,28 @@ def assignments(swapped: bool = False) -> pa.Table:
     return pa.table({"make": makes[::-1] if swapped else makes, "type": [0, 1, 0, 1, 0]})
 
 
-def losses(run: Path) -> list[float]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if line["kind"] == "train"]
-
-
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_two_ranks_train_as_one_and_a_resumed_run_as_an_uninterrupted_one(mixed: Path, tmp_path: Path) -> None:
-    distembed("train", mixed, "train.epochs=2", "train.checkpoint_every=20", "--run-dir", tmp_path / "one")
-    distembed("train", mixed, "train.epochs=2", "--run-dir", tmp_path / "two", ranks=2)
-    one = losses(tmp_path / "one")
-    assert losses(tmp_path / "two") == pytest.approx(one, rel=1e-5)
-    assert one[-1] < one[0]
-    distembed("train", mixed, "train.epochs=2", "train.checkpoint_every=7", "--run-dir", tmp_path / "resumed")
-    for checkpoint in (tmp_path / "resumed" / "checkpoints").iterdir():
-        if checkpoint.name != "step-00000056":
-            shutil.rmtree(checkpoint)
-    distembed("train", mixed, "train.epochs=2", "--run-dir", tmp_path / "resumed", "--resume")
-    assert losses(tmp_path / "resumed")[-6:] == one[-6:]
+    one, two, resumed = (tmp_path / name for name in ("one", "two", "resumed"))
+    call("train", mixed, "train.epochs=2", "train.checkpoint_every=7", "--run-dir", one)
+    distembed("train", mixed, "train.epochs=2", "--run-dir", two, ranks=2)
+    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
+    assert losses(one)[-1] < losses(one)[0]
+    call("train", mixed, "train.epochs=2", "--run-dir", stopped_at(56, one, resumed), "--resume")
+    assert losses(resumed) == losses(one)
     evaluated = [json.loads((tmp_path / run / "evaluation.json").read_text()) for run in ("one", "two")]
     assert evaluated[0]["logloss"] == pytest.approx(evaluated[1]["logloss"], rel=1e-5)
     distembed("evaluate", tmp_path / "two")
 
 
 def test_a_run_is_not_used_with_other_assignments(mixed: Path, tmp_path: Path) -> None:
-    distembed("train", mixed, "--run-dir", tmp_path / "run")
-    described = {table["name"]: table for table in describe(mixed)}
+    call("train", mixed, "train.max_steps=3", "--run-dir", tmp_path / "run")
+    described = {table["name"]: table for table in json.loads(call("describe", mixed, "--json"))["tables"]}
     assert described["C1"]["scheme"] == "explicit" and described["C1"]["rows"] == [3, 2]
     assert described["C3"]["vectors"] == 2
     assert [table["num_embeddings"] for table in described.values()] == list(SIZES.values())
-    distembed("evaluate", tmp_path / "run")
+    call("evaluate", tmp_path / "run")
     pq.write_table(assignments(swapped=True), tmp_path / "assignments.parquet")
     refused = distembed("evaluate", tmp_path / "run", code=2)
     assert "assignments.parquet" in refused.stderr and "is not the file that" in refused.stderr
-
-
-def describe(config: Path) -> list[dict[str, object]]:
-    found: list[dict[str, object]] = json.loads(distembed("describe", config, "--json").stdout)["tables"]
-    return found

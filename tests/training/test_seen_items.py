@@ -23,8 +23,8 @@ from distembed.training.trained_run import find_trained_run
 from tests.exporting.test_recommender_runs import recommend
 from tests.serving.test_recommender_rows import rows_of
 from tests.serving.test_recommender_rows import values as raw_values
+from tests.small_runs import call
 from tests.training.test_recommenders import write_config
-from tests.training.test_runs import call
 
 KINDS = ["softmax", "ranking"]
 BEST = 10
@@ -49,7 +49,8 @@ def datasets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def train(kind: str, datasets: dict[str, Path], folder: Path, *overrides: str) -> Path:
     config = write_config(folder / "config.yaml", kind, datasets)
-    call("train", config, "train.max_steps=3", *overrides, "--run-dir", folder / "run")
+    said = call("train", config, "train.max_steps=3", *overrides, "--run-dir", folder / "run")
+    (folder / "said").write_text(" ".join(said.split()))
     return folder / "run"
 
 
@@ -61,10 +62,10 @@ def recommended(table: Any) -> list[list[str | None]]:
 @pytest.mark.parametrize("exclude_seen", ["auto", "true"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_everything_that_ranks_has_the_candidates_of_the_metric(
-    kind: str, exclude_seen: str, datasets: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: str, exclude_seen: str, datasets: dict[str, Path], tmp_path: Path
 ) -> None:
     run, excluded = train(kind, datasets, tmp_path, f"task.exclude_seen={exclude_seen}"), exclude_seen == "true"
-    said = " ".join(capsys.readouterr().out.split())
+    said = (tmp_path / "said").read_text()
     assert ("seen items are excluded" if excluded else "seen items are candidates (task.exclude_seen=false") in said
     assert ("1 user(s) have every item" in said and "against negatives: u3 " in said) == (kind == "ranking")
     assert yaml.safe_load((run / "config.yaml").read_text())["task"]["exclude_seen"] is excluded
@@ -116,7 +117,7 @@ def seen_in(dataset: Path, split: str, users: list[str | None], user: str) -> li
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_decision_is_kept_on_resume_and_old_runs_exclude_seen_items(
-    kind: str, datasets: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: str, datasets: dict[str, Path], tmp_path: Path
 ) -> None:
     run = train(kind, datasets, tmp_path)
     config, arguments = tmp_path / "config.yaml", ("train.max_steps=3", "--run-dir", run, "--resume")
@@ -137,9 +138,7 @@ def test_a_decision_is_kept_on_resume_and_old_runs_exclude_seen_items(
     for command in ("resume", "evaluate"):
         if command == "resume":
             call("train", config, *arguments)
-        capsys.readouterr()
-        call("evaluate", run, "--json")
-        found = json.loads(capsys.readouterr().out)
+        found = json.loads(call("evaluate", run, "--json"))
         assert found["exclude_seen"] is True and found["excluded_targets"] > 0
 
 

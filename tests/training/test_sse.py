@@ -1,24 +1,18 @@
 """Runs whose ids are replaced: repeated after a resume to the last bit, counted, evaluated as they are."""
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import yaml
 
 from distembed.base.checksums import KEY, with_checksum
 from distembed.base.errors import UserError
-from distembed.commands.shared import console
 from distembed.sse import Graph
-from tests.processes import run_processes
-from tests.ranks import free_port
-from tests.small_runs import SIZES
-from tests.training.test_runs import call, losses, metrics
+from tests.small_runs import SIZES, call, distembed, losses, metrics, stopped_at
 
 P0 = {"C1": 0.1, "C2": 0.3, "C3": 0.1, "M": 0.0}
 NUM_STEPS = 20
@@ -41,31 +35,12 @@ def perturbed(config: Path, tmp_path: Path) -> Path:
     return path
 
 
-def train_and_resume(rank: int, ports: list[int], config: Path, folder: Path) -> None:
-    """A whole run, and one that is resumed in the middle of its epoch, on two ranks that are started once."""
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(ports[0]), GLOO_SOCKET_IFNAME="lo")
-    call("train", config, "--run-dir", folder / "whole")
-    os.environ["MASTER_PORT"] = str(ports[1])
-    if rank == 0:
-        stopped_at(8, folder / "whole", folder / "part")
-    call("train", config, "--run-dir", folder / "part", "--resume")
-
-
-def stopped_at(step: int, run: Path, copy: Path) -> Path:
-    """A copy of a run whose later checkpoints were never written."""
-    shutil.copytree(run, copy)
-    for checkpoint in (copy / "checkpoints").iterdir():
-        if int(checkpoint.name.split("-")[1]) > step:
-            shutil.rmtree(checkpoint)
-    return copy
-
-
 @pytest.mark.distributed
 def test_a_resumed_run_replaces_the_same_ids_as_one_that_was_not_stopped(perturbed: Path, tmp_path: Path) -> None:
-    run_processes(2, train_and_resume, [free_port(), free_port()], perturbed, tmp_path)
     whole, part = tmp_path / "whole", tmp_path / "part"
+    distembed("train", perturbed, "--run-dir", whole, ranks=2)
+    stopped_at(8, whole, part)  # in the middle of its epoch
+    distembed("train", perturbed, "--run-dir", part, "--resume", ranks=2)
     assert len(losses(whole)) == NUM_STEPS and losses(part) == losses(whole)
     for split in ("validation", "test"):
         first, second = ([m["logloss"] for m in metrics(run, "eval") if m["split"] == split] for run in (whole, part))
@@ -97,8 +72,7 @@ def test_one_rank_trains_evaluates_and_refuses_as_the_config_says(
     call("train", perturbed, "--run-dir", part, "--resume")
     assert losses(part) == losses(runs["whole"])
     # right after training, and read back by a command that never trained
-    with console.capture():
-        call("evaluate", runs["whole"], "--json")
+    call("evaluate", runs["whole"], "--json")
     evaluation = json.loads((runs["whole"] / "evaluation.json").read_text())
     call("predict", runs["whole"], "--output", tmp_path / "predictions.csv")
     rows = np.loadtxt(tmp_path / "predictions.csv", delimiter=",", skiprows=1)

@@ -14,22 +14,20 @@ from sklearn.metrics import log_loss, roc_auc_score
 
 from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import Manifest, create_manifest
-from tests.small_runs import ROWS, config_values, distembed, write_dataset
+from tests.small_runs import ROWS, call, config_values, distembed, losses, write_dataset
 
 
 def write_weighted(folder: Path, weight: float | None = None) -> Path:
     """Writes the small dataset with weights, drawn ones unless given; a tenth of the drawn ones are 0."""
-    write_dataset(folder)
     rng = np.random.default_rng(7)
-    for split, rows in ROWS.items():
-        file = folder / split / "part-0.parquet"
+
+    def with_weights(split: str, table: pa.Table) -> pa.Table:
+        rows = len(table)
         drawn = rng.gamma(2.0, 3.0, rows) * (rng.random(rows) < 0.9)
         weights = drawn if weight is None else np.full(rows, weight)
-        table = pq.read_table(file).append_column("times", pa.array(weights.astype(np.float32)))
-        pq.write_table(table, file, row_group_size=256)
-    schema = dataclasses.replace(Manifest.load(folder).schema, weight="times")
-    create_manifest(folder, schema, {split: [f"{split}/part-0.parquet"] for split in ROWS})
-    return folder
+        return table.append_column("times", pa.array(weights.astype(np.float32)))
+
+    return write_dataset(folder, change=with_weights, weight="times")
 
 
 def column(folder: Path, split: str, name: str) -> np.ndarray:
@@ -61,7 +59,7 @@ def test_two_ranks_learn_from_weighted_rows_what_one_does(tmp_path: Path) -> Non
     # the first step's loss is that of logits near 0, since weights count by their mean
     assert one[0]["loss"] == pytest.approx(np.log(2), rel=0.3)
     predictions = tmp_path / "predictions.parquet"
-    distembed("predict", runs[0], "--output", predictions)
+    call("predict", runs[0], "--output", predictions)
     found, scores = json.loads((runs[0] / "evaluation.json").read_text()), pq.read_table(predictions)["prediction"]
     labels, weights, groups = (column(dataset, "test", name) for name in ("label", "times", "C1"))
     scores = scores.to_numpy().astype(np.float64)
@@ -86,8 +84,7 @@ def test_equal_weights_train_what_no_weights_train(tmp_path: Path) -> None:
     assert found.pop("weight") == 2.5 * ROWS["test"] and found.keys() == expected.keys()
     for key in ("logloss", "auc", "normalized_entropy", "calibration", "accuracy"):
         assert found[key] == pytest.approx(expected[key], rel=1e-5)
-    own, other = ([line["loss"] for line in lines(run) if line["kind"] == "train"] for run in (plain, weighted))
-    assert own == pytest.approx(other, rel=1e-5)
+    assert losses(weighted) == pytest.approx(losses(plain), rel=1e-5)
 
 
 def test_manifests_say_the_mean_weight_and_refuse_what_is_none(tmp_path: Path) -> None:
