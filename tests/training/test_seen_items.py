@@ -59,8 +59,14 @@ def recommended(table: Any) -> list[list[str | None]]:
     return [list(row) for row in zip(*columns, strict=True)]
 
 
-@pytest.mark.parametrize("exclude_seen", ["auto", "true"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "exclude_seen"),
+    [
+        ("softmax", "true"),
+        ("ranking", "auto"),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("softmax", "auto"), ("ranking", "true"))),
+    ],
+)
 def test_everything_that_ranks_has_the_candidates_of_the_metric(
     kind: str, exclude_seen: str, datasets: dict[str, Path], tmp_path: Path
 ) -> None:
