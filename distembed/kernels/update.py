@@ -203,31 +203,31 @@ def _write_targets(job: Any, feature: Any, sums: Any, start: Any, stop: Any, tar
     # slots      address of row 7    1, the slot of row 7; skipped where every row of the table has a sum
     # sums       address of row 7    address of sum 1
     ids, num_partitions = field(job, layout.IDS) + 8 * start, field(job, layout.NUM_PARTITIONS)
-    step, num_ids = 8 * _TARGET_FIELDS * num_partitions, stop - start
+    stride, num_ids = 8 * _TARGET_FIELDS * num_partitions, stop - start
     for j in range(num_partitions):
         part, partition = part_block(job, feature, j), partition_block(job, j)
         row_bytes, num_columns = field(partition, layout.ROW_BYTES), field(partition, layout.NUM_COLUMNS)
-        base = field(partition, layout.WEIGHT_ADDRESS) + field(part, layout.WEIGHT_START)
+        first_address = field(partition, layout.WEIGHT_ADDRESS) + field(part, layout.WEIGHT_START)
         target = targets + 8 * _TARGET_FIELDS * j
         sum_fields, outside = target + 8 * _TARGET_SUM, 0
         last_row = field(part, layout.NUM_ROWS) - 1
         for index in range(num_ids):
             row = row_of(read_long(ids + 8 * index), part)
             outside |= is_outside(row, last_row)
-            write(target + 8 * _TARGET_ROW + step * index, base + row * row_bytes)
-            write(sum_fields + step * index, row)
-            ask_for(base + row * row_bytes, row_bytes)
+            write(target + 8 * _TARGET_ROW + stride * index, first_address + row * row_bytes)
+            write(sum_fields + stride * index, row)
+            ask_for(first_address + row * row_bytes, row_bytes)
         if outside < 0:
             return False
         first_sum, sum_bytes = field(sums, _SUMS), field(sums, _SUM_BYTES)
         if field(sums, BUCKETS) != 0:
-            num_slots = field(sums, NUM_SLOTS)
-            find_slots(sums, sum_fields, step, num_ids)
-            num_new_slots = field(sums, NUM_SLOTS) - num_slots
-            clear(first_sum + (num_slots + 1) * sum_bytes, num_new_slots * num_columns, zeros)
+            num_old_slots = field(sums, NUM_SLOTS)
+            find_slots(sums, sum_fields, stride, num_ids)
+            num_new_slots = field(sums, NUM_SLOTS) - num_old_slots
+            clear(first_sum + (num_old_slots + 1) * sum_bytes, num_new_slots * num_columns, zeros)
         for index in range(num_ids):
-            sum_address = first_sum + read_long(sum_fields + step * index) * sum_bytes
-            write(sum_fields + step * index, sum_address)
+            sum_address = first_sum + read_long(sum_fields + stride * index) * sum_bytes
+            write(sum_fields + stride * index, sum_address)
             ask_for(sum_address, sum_bytes)
         sums += 8 * _SUMS_FIELDS
     return True

@@ -75,20 +75,23 @@ def _numbers_beside_tables(ranks: Ranks, lookups: Step) -> dict[str, float]:
     alone = lookups if ranks.rank % ranks.local_world_size == 0 else lambda: None
     networks = [network_step(ranks.device, bf16) for bf16 in (False, True)]
     steps: list[Step] = [alone, lookups, *networks, host_copy(ranks.device)]
-    alone_seconds, all_at_once, *beside_others = shortest_seconds(steps, _ROUNDS, _STEPS_A_ROUND, ranks.device)
+    alone_seconds, together_seconds, *other_seconds = shortest_seconds(steps, _ROUNDS, _STEPS_A_ROUND, ranks.device)
     numbers, core_share = {"utilisation": 1.0}, 1.0
     if ranks.device.type == "cpu":
         # with speed s of a lone rank's when n ranks run, the node does the work of s n lone ranks at once
-        speed, num_ranks = min(1.0, alone_seconds / all_at_once), ranks.local_world_size
-        most = usable_cores() / torch.get_num_threads()
-        at_once = min(speed * num_ranks, max(1.0, most)) if speed < _FULL_SPEED else max(float(num_ranks), most)
-        numbers["ranks_at_once"] = at_once
-        core_share = min(1.0, at_once / num_ranks)
-    in_fp32, in_bf16, copied = [core_share * seconds for seconds in beside_others]
+        speed, num_ranks = min(1.0, alone_seconds / together_seconds), ranks.local_world_size
+        most_at_once = usable_cores() / torch.get_num_threads()
+        if speed < _FULL_SPEED:
+            ranks_at_once = min(speed * num_ranks, max(1.0, most_at_once))
+        else:
+            ranks_at_once = max(float(num_ranks), most_at_once)
+        numbers["ranks_at_once"] = ranks_at_once
+        core_share = min(1.0, ranks_at_once / num_ranks)
+    fp32_seconds, bf16_seconds, copy_seconds = [core_share * seconds for seconds in other_seconds]
     return numbers | {
-        "fp32_flops": NETWORK_OPERATIONS / in_fp32,
-        "bf16_flops": NETWORK_OPERATIONS / in_bf16,
-        "host_bandwidth": COPIED_BYTES / copied,
+        "fp32_flops": NETWORK_OPERATIONS / fp32_seconds,
+        "bf16_flops": NETWORK_OPERATIONS / bf16_seconds,
+        "host_bandwidth": COPIED_BYTES / copy_seconds,
     }
 
 

@@ -281,22 +281,22 @@ class _Search:
         return emptier if is_emptier else fastest
 
     def _tightened(
-        self, solution: Solution, again: Callable[[Solution, Floats], Solution]
+        self, solution: Solution, solve_within: Callable[[Solution, Floats], Solution]
     ) -> tuple[Solution, Floats] | None:
-        """Counts a solution, and calls ``again`` with less and less capacity until the count fits.
+        """Counts a solution, and calls ``solve_within`` with less and less capacity until the count fits.
 
         Returns the first solution that fits and its capacity; None after 6 tries, or where less capacity cannot help.
         """
         capacity = self._capacity
         for _ in range(_TRIES):
-            excess, lower = self._counted.excess(solution.assignment)
+            excess, lower_capacity = self._counted.excess(solution.assignment)
             self._keep(solution, excess)
             if excess <= 0:
                 return solution, capacity
-            if (lower <= 0).all() or not solution.fits:
+            if (lower_capacity <= 0).all() or not solution.fits:
                 break  # no capacity is left, or the solver could not keep the last one
-            capacity = np.minimum(lower, capacity)
-            solution = again(solution, capacity)
+            capacity = np.minimum(lower_capacity, capacity)
+            solution = solve_within(solution, capacity)
         return None
 
     def _improved(self, solution: Solution, capacity: Floats) -> Solution:
