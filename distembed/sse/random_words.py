@@ -169,7 +169,8 @@ def _places(gaps: _GapLayout, uniform: NDArray[np.float64]) -> Integers:
     """Returns the index of the id at the end of each gap, which may lie beyond the last id of its feature.
 
     A gap is ``1 + floor(log u / log(1 - p))``. One running sum over all features gives the ends; the sum of earlier
-    features is taken off, and the feature's start is added.
+    features is taken off, and the feature's start is added: gaps 3 4 and 2 of features that start at 0 and 10 have the
+    running sum 3 7 9, less one and the earlier sums 0 and 7, so the places 2 6 and 11.
     """
     lengths = np.log(uniform, out=uniform)
     lengths *= gaps.scales

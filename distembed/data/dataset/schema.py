@@ -42,7 +42,7 @@ class CategoricalFeature:
         _check_name("categorical feature", self.name)
         if self.table is not None:
             _check_name("table", self.table)
-        size, mean, most = self.num_embeddings, self.mean_ids_per_row, self.max_ids_per_row
+        size, mean, max_ids = self.num_embeddings, self.mean_ids_per_row, self.max_ids_per_row
         if not isinstance(size, numbers.Integral) or isinstance(size, bool) or not 1 <= size < 2**63:
             law = "it must be an integer, at least 1 and below 2**63"
             raise UserError(f"num_embeddings of the categorical feature {self.name!r} is {size!r}: {law}")
@@ -53,8 +53,8 @@ class CategoricalFeature:
                 f"mean_ids_per_row of {self.name!r} is {mean}: a feature with multi_hot=False has exactly 1 id a row; "
                 "set multi_hot=True for a list column"
             )
-        if most is not None and most < 1:
-            raise UserError(f"max_ids_per_row of {self.name!r} is {most}: give 1 or more, or None")
+        if max_ids is not None and max_ids < 1:
+            raise UserError(f"max_ids_per_row of {self.name!r} is {max_ids}: give 1 or more, or None")
         if self.table is None and not self.is_looked_up:
             raise UserError(
                 f"the categorical feature {self.name!r} has a table of its own, in which it is not looked up; name the "

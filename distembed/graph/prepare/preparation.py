@@ -102,9 +102,9 @@ def prepare_graph(
         dropped = {name: tables.dropped[name] for name in options.droppable}
         if not writer.num_edges:
             listed = ", ".join(f"{name} {count:,}" for name, count in dropped.items())
-            of = "" if reader.num_rows else f" of {enumerate_names([file.place for file in files])}"
+            from_files = "" if reader.num_rows else f" of {enumerate_names([file.place for file in files])}"
             raise UserError(
-                f"the graph has no edge left: {reader.num_rows:,} rows were read{of}; dropped: {listed}. Give other "
+                f"the graph has no edge left: {reader.num_rows:,} rows were read{from_files}; dropped: {listed}. Give other "
                 "rows"
             )
         shutil.rmtree(scratch, ignore_errors=True)

@@ -269,11 +269,11 @@ class _Shards:
             allowed = self._problem.allowed
             after[~allowed[self._option, rank] | ~allowed[self._option[position], self.rank]] = np.inf
         # no rank gets a second shard of one table
-        tables_here = np.zeros(self._problem.num_tables, bool)
-        tables_here[self.table[self.rank == rank]] = True
+        tables_on_rank = np.zeros(self._problem.num_tables, bool)
+        tables_on_rank[self.table[self.rank == rank]] = True
         ranks_of_table = np.zeros(self._problem.world_size, bool)
         ranks_of_table[self.rank[self.table == table]] = True
-        after[tables_here[self.table] | ranks_of_table[self.rank]] = np.inf
+        after[tables_on_rank[self.table] | ranks_of_table[self.rank]] = np.inf
         return after
 
 

@@ -59,18 +59,18 @@ def text_layout(
     Refuses input that is not text, JSON lines without an object, and a separator that is also the quotation mark.
     """
     require_text(source.place, first)
-    mark = len(codecs.BOM_UTF8) if first.startswith(codecs.BOM_UTF8) else 0
-    end = first.find(b"\n", mark) + 1 or len(first)
-    line = first[mark:end]
+    bom_bytes = len(codecs.BOM_UTF8) if first.startswith(codecs.BOM_UTF8) else 0
+    end = first.find(b"\n", bom_bytes) + 1 or len(first)
+    line = first[bom_bytes:end]
     by_line = JSON_LINES if line.lstrip().startswith(b"{") and text.separator is None else TEXT  # for a pipe
     if (source.format or by_line) == JSON_LINES:
-        keys = keys_of_lines(first[mark : first.rfind(b"\n") + 1 or len(first)])
+        keys = keys_of_lines(first[bom_bytes : first.rfind(b"\n") + 1 or len(first)])
         if not keys:
             raise UserError(
                 f"{source.place} has no JSON object on any of its first lines: JSON lines have one on each; write a "
                 "list of objects so, such as with `jq -c '.[]'`"
             )
-        return TextLayout(tuple(dict.fromkeys((*keys, *(text.columns or ())))), None, mark, 0, wanted)
+        return TextLayout(tuple(dict.fromkeys((*keys, *(text.columns or ())))), None, bom_bytes, 0, wanted)
     separator = text.separator or source.separator or ("\t" if b"\t" in line else ",")
     if separator == text.quote:
         raise UserError(
@@ -87,12 +87,12 @@ def text_layout(
             columns = [field if field in in_schema else name for field, (name, _) in zip(fields, typed, strict=True)]
             quote, lists = None, [name for name, kind in typed if kind == "token_seq"]
     else:
-        columns, first_row = text.columns or [str(number) for number in range(1, len(fields) + 1)], mark
+        columns, first_row = text.columns or [str(number) for number in range(1, len(fields) + 1)], bom_bytes
         if len(fields) == len(columns) - 1:
             columns = [name for name in columns if name != may_lack]
     missing = tuple(text.missing_values)
     dialect = Dialect(tuple(columns), separator, quote, text.newlines_in_values, missing)
-    return TextLayout(tuple(columns), dialect, first_row, int(text.header and end > mark), lists=tuple(lists))
+    return TextLayout(tuple(columns), dialect, first_row, int(text.header and end > bom_bytes), lists=tuple(lists))
 
 
 def _fields(line: bytes, separator: str, quote: str | None) -> list[str]:
@@ -381,14 +381,14 @@ class RowReader:
         sizes = [table.raw.num_bytes for table in self.inputs]
         total = None if None in sizes else sum(size or 0 for size in sizes)
         for number, table in enumerate(self.inputs):
-            before = sum(size for size, _ in self._checksums)
+            bytes_before = sum(size for size, _ in self._checksums)
             opened, lines_before = self._source.open(InputPart(number), block_bytes), 0
             for raw in opened.raw_blocks():
                 lists = opened.lists if isinstance(opened, TextPart) else ()
                 rows = self._named(number, raw, lines_before + opened.header_lines, lists)
                 yield rows
                 lines_before += rows.raw.num_lines
-                report(ProgressUpdate("read", before + opened.bytes_read, total, sum(self.num_lines)))
+                report(ProgressUpdate("read", bytes_before + opened.bytes_read, total, sum(self.num_lines)))
             size = opened.bytes_read if table.raw.num_bytes is None else table.raw.num_bytes
             self._checksums.append((size, opened.sha256 or ""))
 
