@@ -104,8 +104,8 @@ def prepare_graph(
             listed = ", ".join(f"{name} {count:,}" for name, count in dropped.items())
             from_files = "" if reader.num_rows else f" of {enumerate_names([file.place for file in files])}"
             raise UserError(
-                f"the graph has no edge left: {reader.num_rows:,} rows were read{from_files}; dropped: {listed}. Give other "
-                "rows"
+                f"the graph has no edge left: {reader.num_rows:,} rows were read{from_files}; dropped: {listed}. Give "
+                "other rows"
             )
         shutil.rmtree(scratch, ignore_errors=True)
         arrays = writer.finish()
