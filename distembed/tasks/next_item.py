@@ -272,12 +272,12 @@ class NextItemTask(Task):
         users = feature_values(features, USER)[has_target]
         recommended = recommendations(users, outputs, ranked)
         is_excluded = ranked.ranks == NOT_RANKED
-        metrics = self._metrics.of_queries(ranked.ranks, one_target)
+        metrics = self._metrics.by_query(ranked.ranks, one_target)
         outputs_by_name = {"metrics": metrics, "excluded_targets": is_excluded.long(), **recommended}
         if self._sampled is not None:
             candidates, has_enough = self._candidates(users, targets, excluded)
             ranks = ranking.rank_among(vectors, targets, candidates).masked_fill(is_excluded, NOT_RANKED)
-            outputs_by_name["sampled"] = self._sampled.of_queries(ranks, one_target).masked_fill(
+            outputs_by_name["sampled"] = self._sampled.by_query(ranks, one_target).masked_fill(
                 ~has_enough.unsqueeze(1), torch.nan
             )
         return outputs_by_name

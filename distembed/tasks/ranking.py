@@ -191,7 +191,7 @@ class RankingTask(Task):
         assert isinstance(relevant, KeyedJaggedTensor) and isinstance(excluded, KeyedJaggedTensor)
         ranking = CatalogueRanking(outputs.catalogue, self._reserved, self._num_best)
         ranked = ranking.rank(outputs.vectors.float(), relevant[ITEM], excluded[ITEM])
-        metrics = self._metrics.of_queries(ranked.ranks, relevant.lengths().long())
+        metrics = self._metrics.by_query(ranked.ranks, relevant.lengths().long())
         is_excluded = (ranked.ranks == NOT_RANKED).long()
         queries = torch.arange(len(metrics), device=metrics.device).repeat_interleave(
             relevant.lengths().long(), output_size=len(is_excluded)

@@ -47,7 +47,7 @@ class RankingMetrics:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The metrics' names in the order of :meth:`of_queries`."""
+        """The metrics' names in the order of :meth:`by_query`."""
         at_cutoffs = [f"{kind}@{k}" for k in self.cutoffs for kind in ("hr", "precision", "recall", "ndcg")]
         return tuple(f"{name}{self._suffix}" for name in (*at_cutoffs, "mrr"))
 
@@ -55,7 +55,7 @@ class RankingMetrics:
     def _suffix(self) -> str:
         return "" if self.among is None else f"_of_{self.among}"
 
-    def of_queries(
+    def by_query(
         self, ranks: Int64[Tensor, " relevant"], lengths: Int64[Tensor, " queries"]
     ) -> Float[Tensor, "queries metrics"]:
         """Returns the metrics of each query; NaN for a query that has no relevant item.

@@ -47,14 +47,14 @@ def submit_and_follow(job: Job, runner: Runner, *, detach: bool, say: Say) -> No
         UserError, InsufficientMemory, RunError: The job has failed, by the exit code of the first rank to fail.
     """
     started = time.time()
-    earlier = _run_status(job)
+    earlier_status = _run_status(job)
     job = job.submit(runner)
     say(f"submitted: {job.scheduler} {job.app_id}, run folder {job.run_dir}")
     if detach:
         say(f"follow it with `distembed logs {job.run_dir} --follow`")
         return
     try:
-        ended = follow(job, runner, say)
+        end_status = follow(job, runner, say)
     except (KeyboardInterrupt, SignalException) as error:
         if job.scheduler not in LOCAL_SCHEDULERS:
             raise Interrupted(
@@ -64,18 +64,18 @@ def submit_and_follow(job: Job, runner: Runner, *, detach: bool, say: Say) -> No
         say("ending the job, which saves a checkpoint first")
         runner.cancel(job.handle)
         raise Interrupted(f"the job has ended; go on with `distembed resume {job.run_dir}`.") from error
-    if ended is not None and ended.state == AppState.SUCCEEDED:
+    if end_status is not None and end_status.state == AppState.SUCCEEDED:
         say(f"run {job.run_dir}")
         return
-    state = "its state is not known" if ended is None else state_text(ended)
+    state = "its state is not known" if end_status is None else state_text(end_status)
     remedy = f"Logs are in {job.folder / 'logs'}; go on with `distembed resume {job.run_dir}`."
-    if ended is not None and ended.state == AppState.CANCELLED:
+    if end_status is not None and end_status.state == AppState.CANCELLED:
         raise RunError(f"the job {job.app_id} has ended: {state}. {remedy}")
     logs = job.folder / "logs"
     job_logs = logs / job.app_id.rpartition(":")[2]  # Kubernetes puts its namespace before the name
     failure = first_failure(job_logs) if job_logs.is_dir() else first_failure(logs, since=started)
     now = _run_status(job)
-    if failure is None and now != earlier and now[1] == "interrupted":
+    if failure is None and now != earlier_status and now[1] == "interrupted":
         raise Interrupted(f"the job {job.app_id} was interrupted, and has saved its state. {remedy}")
     text = f"the job {job.app_id} has ended: {state}. {remedy}"
     if failure is not None and failure.exit_code in MISTAKES:

@@ -44,7 +44,7 @@ def ranks_of(scores: list[float], relevant: set[int]) -> list[int]:
 def test_metrics_equal_a_loop_with_ties(queries: list[tuple[list[int], set[int]]]) -> None:
     ranked = [ranks_of([float(s) for s in scores], relevant) for scores, relevant in queries]
     ranks, lengths = torch.tensor(sum(ranked, []), dtype=torch.long), torch.tensor([len(r) for r in ranked])
-    values = METRICS.of_queries(ranks, lengths).numpy()
+    values = METRICS.by_query(ranks, lengths).numpy()
     for row, (scores, relevant) in zip(values, queries, strict=True):
         found = dict(zip(METRICS.names, row.tolist(), strict=True))
         if not relevant:
@@ -66,7 +66,7 @@ def test_ndcg_equals_scikit_learns_without_ties(num_relevant: int) -> None:
     scores = rng.permutation(40).astype(float)
     relevant = set(rng.permutation(40)[:num_relevant].tolist())
     ranks = torch.tensor(ranks_of(scores.tolist(), relevant))
-    found = METRICS.means(METRICS.of_queries(ranks, torch.tensor([num_relevant])).numpy())
+    found = METRICS.means(METRICS.by_query(ranks, torch.tensor([num_relevant])).numpy())
     labels = np.array([[float(item in relevant) for item in range(40)]])
     for k in METRICS.cutoffs:
         assert found[f"ndcg@{k}"] == pytest.approx(ndcg_score(labels, scores[None], k=k), abs=1e-6)
@@ -74,7 +74,7 @@ def test_ndcg_equals_scikit_learns_without_ties(num_relevant: int) -> None:
 
 def test_no_queries_have_no_metrics() -> None:
     nothing = torch.zeros(0, dtype=torch.long)
-    values = METRICS.of_queries(nothing, nothing)
+    values = METRICS.by_query(nothing, nothing)
     assert values.shape == (0, len(METRICS.names))
     assert all(math.isnan(mean) for mean in METRICS.means(values.numpy()).values())
 

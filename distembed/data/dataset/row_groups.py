@@ -234,8 +234,9 @@ def verify_dataset(dataset_dir: str | os.PathLike[str], progress: Callable[[int]
     verification = Verification()
     report = progress or (lambda num_bytes: None)
     verification.add((), folder / MANIFEST_NAME)
-    for name_ in manifest.other_files:
-        verification.add(_until_error(_other_file_problems(folder, manifest, name_), folder / name_), folder / name_)
+    for file_name in manifest.other_files:
+        path = folder / file_name
+        verification.add(_until_error(_other_file_problems(folder, manifest, file_name), path), path)
         report(verification.num_bytes)
     verification.problems += [text for name in manifest.splits if (text := wrong_num_rows(folder, manifest, name))]
     try:

@@ -77,15 +77,17 @@ class ExactSearch:
 
         Ways whose bound reaches the best score are left out; the list is empty where the budget ends.
         """
-        ways = []
+        placements = []
         for option in self._problem.options_of(table):
             for places in self._places(loads, option):
                 if self._budget.is_spent:  # many nodes have very many ways
                     return []
                 loads.put(table, option, places)
-                ways.append((option, places, self._least_score(loads, 0.0)))
+                least_score = self._least_score(loads, 0.0)
+                if least_score < self._score:
+                    placements.append((option, places, least_score))
                 loads.take(table)
-        return sorted((way for way in ways if way[2] < self._score), key=lambda way: way[2])
+        return sorted(placements, key=lambda placement: placement[2])
 
     def _places(self, loads: Loads, option: int) -> Iterator[Ints]:
         """Yields places for an option's blocks, one choice for all choices that give equal loads.

@@ -253,7 +253,7 @@ class RecommendedCheck(ParityCheck[RecommendingModel]):
         for batch in self._split_batches(rows, most_rows):
             relevant = _relevant(batch)
             for batch_metrics, best in zip(values, (self._best(batch), self._trained_best(batch)), strict=True):
-                batch_metrics.append(metrics.of_queries(_ranks(best, relevant), relevant.lengths().long()))
+                batch_metrics.append(metrics.by_query(_ranks(best, relevant), relevant.lengths().long()))
         exported, trained = (metrics.means(torch.cat(model_metrics).numpy())[name] for model_metrics in values)
         require_close_metric(f"NDCG@{self.model.num_best}", rows.split, (exported, trained), self.precision)
         return name, exported, trained
