@@ -192,7 +192,7 @@ def measured(case: Case, rank: int, world_size: int) -> tuple[int, DistributedMo
         model, optimizers = sharded(case, world_size)
         processes = Ranks(rank, world_size, world_size, torch.device("cpu"))
         pipeline = StepPipeline(model, optimizers.combined, processes)
-        outputs = pipeline.outputs(batches(case, rank, num_rows, 9))
+        outputs = pipeline.outputs(batches(case, rank, num_rows, 7))
         peaks = []
         for _ in outputs:
             peaks.append(alive.peak)
@@ -298,15 +298,13 @@ HALF_CASES += [Case((layout,), sparse="amsgrad", data_type="fp16") for layout in
     ("world_size", "cases"),
     [
         # without other ranks layouts differ little
-        pytest.param(1, CASES[1::6], id="1"),
-        pytest.param(1, CASES, id="1, all", marks=pytest.mark.slow),
-        pytest.param(2, CASES[::3], id="2"),
-        pytest.param(2, CASES, id="2, all", marks=pytest.mark.slow),
-        pytest.param(4, CASES, id="4", marks=pytest.mark.slow),
+        pytest.param(1, MIXED_CASES[1::3] + CASES[1::11], id="1"),
+        pytest.param(2, MIXED_CASES[::2] + CASES[::3], id="2"),
+        *(pytest.param(ranks, MIXED_CASES + CASES, id=f"{ranks}, all", marks=pytest.mark.slow) for ranks in (1, 2, 4)),
     ],
 )
 def test_steps_are_estimated_closely(world_size: int, cases: list[Case]) -> None:
-    run_on_ranks(world_size, check, MIXED_CASES + cases)
+    run_on_ranks(world_size, check, cases)
 
 
 @pytest.mark.slow
@@ -353,8 +351,7 @@ class Pooled(nn.Module):
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("num_rows", [1, 7, 300])
+@pytest.mark.parametrize(("num_rows", "bf16"), [(1, False), (7, True), (300, False)])
 def test_networks_are_estimated_to_a_hundredth(model: str, bf16: bool, num_rows: int) -> None:
     case = Case(("table_wise",), model=model, bf16=bf16)
     names = list(case.schema.categorical_names)

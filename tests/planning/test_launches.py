@@ -43,7 +43,7 @@ KINDS: Mapping[str, dict[str, Any]] = {
     "distinct ids": {"partition": QUOTIENT, "kernel": "fbgemm"},
     "path": {"partition": QUOTIENT, "composition": PathMLP(hidden=[8])},
 }
-CODECS = QuantizedCommsConfig("fp16", "bf16")
+CODECS, CODED_WAYS = QuantizedCommsConfig("fp16", "bf16"), ("table_wise", "row_wise", "column_wise")
 CASES = {
     1: [(way, kind) for way in ("table_wise", "data_parallel") for kind in KINDS],
     2: [(way, kind) for way in WAYS for kind in KINDS if (way, kind) != ("column_wise", "path")],
@@ -61,52 +61,40 @@ def sharded(ranks: Ranks, way: str, kind: str, num_tables: int, comms: Quantized
     return ShardedTables(tables, ranks, comms, ids_per_bag=3 if kind == "distinct ids" else 1)
 
 
-def count_all(rank: int, world_size: int, file: Path) -> None:
-    """Writes what the steps of all cases start on the first rank, and what is estimated."""
+def count_all(rank: int, world_size: int, every: bool, file: Path) -> None:
+    """Writes what the steps of the cases start on the first rank, and what is estimated."""
     ranks = Ranks(rank, world_size, world_size, torch.device("cpu"))
     found = {}
-    cases = [(*case, count, QuantizedCommsConfig()) for case in CASES[world_size] for count in NUM_TABLES]
-    cases += [(way, "full", 3, CODECS) for way in WAYS if world_size == 2]
-    for way, kind, count, comms in cases:
-        tables = sharded(ranks, way, kind, count, comms)
+    # one number of tables after the other, and every one of full tables
+    counts = [NUM_TABLES if every or kind == "full" else NUM_TABLES[at % 2 :][:1] for at, kind in enumerate(KINDS)]
+    numbers = dict(zip(KINDS, counts, strict=True))
+    cases = [(way, kind, number, QuantizedCommsConfig()) for way, kind in CASES[world_size] for number in numbers[kind]]
+    cases += [(way, "full", 3, CODECS) for way in CODED_WAYS if world_size == 2]
+    for way, kind, number, comms in cases:
+        tables = sharded(ranks, way, kind, number, comms)
         started = count_started(TimedStep(tables, ROWS))
         estimated = count_device_numbers(lambda own: tables.estimate(ROWS, own)[0].total / 1e3, DEVICES["cpu-256gb"])  # noqa: B023
-        name = f"{way}, {kind}, {count}{', codecs' if comms.is_used else ''}"
+        name = f"{way}, {kind}, {number}{', codecs' if comms.is_used else ''}"
         found[name] = [*started, estimated["launch_seconds"], estimated["collective_seconds"]]
     if rank == 0:
         file.write_text(json.dumps(found))
 
 
-@pytest.fixture(scope="module")
-def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, list[float]]]:
-    """Counted operations and collectives of each case, and those estimated, by number of ranks."""
-    found = {}
-    for world_size in CASES:
-        file = tmp_path_factory.mktemp("launches") / "counted.json"
-        run_on_ranks(world_size, count_all, file)
-        found[world_size] = json.loads(file.read_text())
-    return found
-
-
 @pytest.mark.distributed
-@pytest.mark.parametrize("count", NUM_TABLES)
-@pytest.mark.parametrize(
-    ("world_size", "way", "kind"), [(ranks, *case) for ranks, cases in CASES.items() for case in cases]
-)
-def test_a_step_starts_as_many_operations_as_are_estimated(
-    world_size: int, way: str, kind: str, count: int, counted: dict[int, dict[str, list[float]]]
-) -> None:
-    launches, collectives, estimated, estimated_collectives = counted[world_size][f"{way}, {kind}, {count}"]
-    assert abs(estimated - launches) <= max(FEW, TOLERANCE * launches), (launches, estimated)
-    # an estimate has the average of the networks' gradients, which these steps have not
-    assert 0 <= estimated_collectives - collectives <= 1 or kind == "path"
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("way", ["table_wise", "row_wise", "column_wise"])
-def test_codecs_start_as_many_operations_as_are_estimated(way: str, counted: dict[int, dict[str, list[float]]]) -> None:
-    plain, coded = (counted[2][f"{way}, full, 3{codecs}"] for codecs in ("", ", codecs"))
-    assert coded[2] - plain[2] == pytest.approx(coded[0] - plain[0], abs=2)
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", CASES)
+def test_a_step_starts_as_many_operations_as_are_estimated(world_size: int, every: bool, tmp_path: Path) -> None:
+    run_on_ranks(world_size, count_all, every, tmp_path / "counted.json")
+    counted: dict[str, list[float]] = json.loads((tmp_path / "counted.json").read_text())
+    plain = {name: numbers for name, numbers in counted.items() if not name.endswith("codecs")}
+    assert {name.split(", ")[0] for name in plain} == {way for way, _ in CASES[world_size]}
+    for name, (launches, collectives, estimated, estimated_collectives) in plain.items():
+        assert abs(estimated - launches) <= max(FEW, TOLERANCE * launches), (name, launches, estimated)
+        # an estimate has the average of the networks' gradients, which these steps have not
+        assert 0 <= estimated_collectives - collectives <= 1 or ", path, " in name, name
+    for way in CODED_WAYS if world_size == 2 else ():
+        without, coded = (counted[f"{way}, full, 3{codecs}"] for codecs in ("", ", codecs"))
+        assert coded[2] - without[2] == pytest.approx(coded[0] - without[0], abs=2), way
 
 
 _NUM_WARM_STEPS, _NUM_STEPS = 3, 2

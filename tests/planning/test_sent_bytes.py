@@ -122,22 +122,21 @@ HALF_CASES = [
 ]
 
 
-@pytest.mark.distributed
-def test_ranks_send_rounded_vectors_in_as_many_bytes_as_are_estimated() -> None:
-    run_on_ranks(2, check, [HALF_CASES[0], HALF_CASES[-2], *HALF_CASES[2:5]])
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_all_rounded_vectors_take_as_many_bytes_as_are_estimated(world_size: int) -> None:
-    run_on_ranks(world_size, check, [*HALF_CASES, Case(("table_wise", "row_wise"), data_type="fp16")])
+SOME_HALF_CASES = [HALF_CASES[0], HALF_CASES[-2], *HALF_CASES[2:5]]
+MIXED_CASES = [Case(("table_wise", "row_wise"), is_multi_hot=True), Case(("table_wise", "row_wise"), data_type="fp16")]
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_ranks_send_what_is_estimated(world_size: int) -> None:
-    run_on_ranks(world_size, check, [*CASES, Case(("table_wise", "row_wise"), is_multi_hot=True)])
+@pytest.mark.parametrize(
+    ("world_size", "cases"),
+    [
+        (2, [*CASES, MIXED_CASES[0], *SOME_HALF_CASES]),
+        *(pytest.param(ranks, [*CASES, *MIXED_CASES, *HALF_CASES], marks=pytest.mark.slow) for ranks in (2, 4)),
+    ],
+    ids=["2", "2, all", "4, all"],
+)
+def test_ranks_send_in_full_and_rounded_as_many_bytes_as_are_estimated(world_size: int, cases: list[Case]) -> None:
+    run_on_ranks(world_size, check, cases)
 
 
 def check_on_two_nodes(rank: int, world_size: int, cases: list[Case]) -> None:

@@ -62,11 +62,6 @@ def check(rank: int, layout: str, sparse: str, dense: str, data_type: DataType =
     assert not updated or dist.get_world_size() == 1
 
 
-def check_all(rank: int, world_size: int) -> None:
-    cases = [*itertools.product(LAYOUTS[1:], OPTIMIZER_NAMES, ["adam"]), ("row_wise", "adagrad", "sgd")]
-    check_cases(rank, world_size, cases)
-
-
 def check_cases(rank: int, world_size: int, cases: list[Any]) -> None:
     torch.manual_seed(0)
     for case in cases:
@@ -92,16 +87,23 @@ SOME_HALF_CASES = [
 ]
 
 
-@pytest.mark.distributed
-def test_weights_and_states_of_half_precision_are_estimated_to_the_byte() -> None:
-    run_on_ranks(2, check_cases, SOME_HALF_CASES)
+ALL_CASES = [*itertools.product(LAYOUTS[1:], OPTIMIZER_NAMES, ["adam"]), ("row_wise", "adagrad", "sgd"), *HALF_CASES]
+# every layout and every optimizer
+SOME_CASES = [(layout, OPTIMIZER_NAMES[at % 4], "adam") for at, layout in enumerate(LAYOUTS[1:])]
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_all_weights_and_states_of_half_precision_are_estimated_to_the_byte(world_size: int) -> None:
-    run_on_ranks(world_size, check_cases, HALF_CASES)
+@pytest.mark.parametrize(
+    ("world_size", "cases"),
+    [
+        (1, SOME_CASES),
+        (2, [*ALL_CASES[: -len(HALF_CASES)], *SOME_HALF_CASES]),
+        *(pytest.param(ranks, ALL_CASES, marks=pytest.mark.slow) for ranks in (1, 2, 4)),
+    ],
+    ids=["1", "2", "1, all", "2, all", "4, all"],
+)
+def test_weights_and_states_are_estimated_to_the_byte(world_size: int, cases: list[Any]) -> None:
+    run_on_ranks(world_size, check_cases, cases)
 
 
 def test_of_a_table_in_host_memory_the_small_partition_and_the_cache_are_on_the_device() -> None:
@@ -140,9 +142,3 @@ def test_a_shard_s_slice_has_the_storage_that_the_placed_table_has_there(composi
         for own, rank in zip(slices, ranks[:: len(ranks) // num_ranges], strict=True):
             shard = slice_storage(own, len(ranks) // num_ranges, optimizers, 0.5, num_ranges > 1)
             assert on_all + shard == by_rank[rank], (sharding_type, rank)
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
-def test_weights_and_states_are_estimated_to_the_byte(world_size: int) -> None:
-    run_on_ranks(world_size, check_all)

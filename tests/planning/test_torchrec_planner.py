@@ -86,8 +86,7 @@ def is_refused(option: ShardingOption) -> bool:
 
 
 @pytest.mark.parametrize("composition", COMPOSITIONS)
-@pytest.mark.parametrize("nodes", [1, 2])
-@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+@pytest.mark.parametrize(("nodes", "kind"), [(2, "cuda"), (1, "cpu")])
 def test_sharding_takes_every_layout_that_torchrec_proposes(composition: str, nodes: int, kind: str) -> None:
     table = ["t", 10_000, 256, ["f"], QuotientRemainder(10_000, collisions=4), composition]
     bags = CompositionalEmbeddingBagCollection([CompositionalEmbeddingBagConfig(*table)], device="meta")
@@ -147,7 +146,7 @@ def test_estimates_count_optimizer_states_gradients_of_replicated_tables_and_sma
     assert all(own.perf is not None and own.perf.total > 0 for option in by_type.values() for own in option.shards)
 
 
-@pytest.mark.parametrize("nodes", [1, 4, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("nodes", [1, *(pytest.param(nodes, marks=pytest.mark.slow) for nodes in (4, 16))])
 def test_torchrecs_planner_by_our_estimates_is_nearly_as_fast_as_ours_on_kaggle(nodes: int) -> None:
     from distembed.planning.devices import Cluster, find_device
     from tools import bench_planner
@@ -325,19 +324,16 @@ def set_weights(sharded: DistributedModelParallel) -> None:
             shard.tensor.copy_(whole[row : row + rows, column : column + columns])
 
 
+def check_on_ranks(rank: int, world_size: int) -> None:
+    for plain in (False, True):
+        train_by_each_planner(rank, world_size, plain)
+    # all ranks raise what planning raises on the first
+    with pytest.raises(PlannerError, match="do not fit"):
+        planner = CompositionalShardingPlanner(topology(world_size, "cpu", 2**20), 64)
+        planner.collective_plan(full_tables(), default_sharders())
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("plain", [False, True], ids=["compositional", "torchrec"])
-def test_torchrecs_dlrm_trains_alike_by_each_planner(world_size: int, plain: bool) -> None:
-    run_on_ranks(world_size, train_by_each_planner, plain)
-
-
-def refuse_on_all(rank: int, world_size: int) -> None:
-    own = topology(world_size, "cpu", 2**20)
-    with pytest.raises(PlannerError, match="do not fit"):
-        CompositionalShardingPlanner(own, 64).collective_plan(full_tables(), default_sharders())
-
-
-@pytest.mark.distributed
-def test_all_ranks_raise_what_planning_raises_on_the_first() -> None:
-    run_on_ranks(2, refuse_on_all)
+def test_torchrecs_dlrm_of_either_kind_of_tables_trains_alike_by_each_planner(world_size: int) -> None:
+    run_on_ranks(world_size, check_on_ranks)
