@@ -1,3 +1,4 @@
+import functools
 import json
 from pathlib import Path
 
@@ -41,6 +42,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
+@functools.cache
 def metrics(run: Path) -> dict[str, float]:
     return json.loads(distembed("evaluate", run, "--json").stdout)
 
@@ -126,13 +128,8 @@ def test_what_cannot_be_converted_is_refused_before_anything_is_written(full_run
 
 def stock_pooled(_inputs: ModelInputs, tables: list) -> EmbeddingBagCollection:
     configs = [
-        EmbeddingBagConfig(
-            name=table.name,
-            num_embeddings=table.num_embeddings,
-            embedding_dim=table.embedding_dim,
-            feature_names=list(table.feature_names),
-        )
-        for table in tables
+        EmbeddingBagConfig(own.num_embeddings, own.embedding_dim, own.name, feature_names=list(own.feature_names))
+        for own in tables
     ]
     return EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
 

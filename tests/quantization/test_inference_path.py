@@ -51,13 +51,10 @@ def stock_tables() -> EmbeddingBagCollection:
 
 
 def our_tables(partition: str, composition: str) -> CompositionalEmbeddingBagCollection:
+    settings = make_partition(partition, SIZE), small_composition(composition)
+    made = zip(TABLES, FEATURES, strict=True)
     return CompositionalEmbeddingBagCollection(
-        [
-            CompositionalEmbeddingBagConfig(
-                table, SIZE, DIM, [name], make_partition(partition, SIZE), small_composition(composition)
-            )
-            for table, name in zip(TABLES, FEATURES, strict=True)
-        ]
+        [CompositionalEmbeddingBagConfig(table, SIZE, DIM, [name], *settings) for table, name in made]
     )
 
 
@@ -70,8 +67,8 @@ def served(quantized: DLRMPredictModule, world_size: int, sharding_type: str = "
     return sharded
 
 
-def require_served_as_quantized(partition: str, composition: str, dtype: torch.dtype, world_size: int) -> None:
-    quantized = quantize(predictor(our_tables(partition, composition)), dtype)
+def require_served_as_quantized(composition: str, dtype: torch.dtype, world_size: int) -> None:
+    quantized = quantize(predictor(our_tables("quotient_remainder", composition)), dtype)
     sharded = served(quantized, world_size)
     for num_rows in (1, 6):
         batch = requests(num_rows, seed=num_rows)
@@ -82,17 +79,16 @@ def require_served_as_quantized(partition: str, composition: str, dtype: torch.d
 
 
 def test_the_sharded_model_gives_the_predictions_of_the_quantized_one() -> None:
-    require_served_as_quantized("quotient_remainder", "product", torch.qint8, 2)
+    require_served_as_quantized("product", torch.qint8, 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.qint8, torch.quint4x2])
 @pytest.mark.parametrize("composition", [name for name in COMPOSITIONS if name != "feature"])
-@pytest.mark.parametrize("partition", ["quotient_remainder"])
-def test_every_composition_is_served(partition: str, composition: str, dtype: torch.dtype, world_size: int) -> None:
+def test_every_composition_is_served(composition: str, dtype: torch.dtype, world_size: int) -> None:
     """But for feature generation, which gives more vectors than DLRM has features."""
-    require_served_as_quantized(partition, composition, dtype, world_size)
+    require_served_as_quantized(composition, dtype, world_size)
 
 
 def test_full_tables_are_served_as_stock_ones() -> None:
