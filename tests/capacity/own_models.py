@@ -30,29 +30,18 @@ def fill_by_row(weight: Tensor) -> None:
 
 
 def stock_bags(device: str | None = None, prefix: str = "t", sizes: dict[str, int] = SIZES) -> EmbeddingBagCollection:
+    fill = None if device is None else fill_by_row
     configs: list[Any] = [
-        EmbeddingBagConfig(
-            name=f"{prefix}_{name}",
-            num_embeddings=size,
-            embedding_dim=DIM,
-            feature_names=[name],
-            init_fn=None if device is None else fill_by_row,
-        )
+        EmbeddingBagConfig(size, DIM, f"{prefix}_{name}", feature_names=[name], init_fn=fill)
         for name, size in sizes.items()
     ]
     return EmbeddingBagCollection(tables=configs, device=None if device is None else torch.device(device))
 
 
 def own_bags(device: str | None = None, prefix: str = "t") -> CompositionalEmbeddingBagCollection:
-    return CompositionalEmbeddingBagCollection(
-        [
-            CompositionalEmbeddingBagConfig(
-                f"{prefix}_{name}", size, DIM, [name], QuotientRemainder(size, collisions=4)
-            )
-            for name, size in SIZES.items()
-        ],
-        device=device,
-    )
+    make = CompositionalEmbeddingBagConfig
+    tables = [make(f"{prefix}_{n}", s, DIM, [n], QuotientRemainder(s, collisions=4)) for n, s in SIZES.items()]
+    return CompositionalEmbeddingBagCollection(tables, device=device)
 
 
 def dlrm(device: str | None = None) -> DLRMTrain:

@@ -1,8 +1,5 @@
 """``distembed plan --model``: models of one's own, of TorchRec's tables, of compositional ones and of both."""
 
-import contextlib
-import io
-import json
 import shlex
 from pathlib import Path
 from typing import Any
@@ -30,7 +27,7 @@ from distembed.planning import load_plan
 from distembed.planning.networks import ExampleBatch, OnDevice, estimate_network, estimate_own_networks
 from distembed.sharding import default_sharders
 from distembed.tasks import ClickTask
-from tests.capacity import own_models
+from tests.capacity import commands, own_models
 from tests.ranks import run_on_ranks
 
 MODELS = ("dlrm", "dcn", "both")
@@ -38,14 +35,8 @@ BATCH_SIZE = 64
 
 
 def plan(model: str, *options: object) -> tuple[int, dict[str, Any]]:
-    """The exit code and the JSON of the command."""
-    output = io.StringIO()
-    line = ["plan", "--model", f"tests.capacity.own_models:{model}", "--json", *map(str, options)]
-    if "--batch-size" not in line:
-        line += ["--batch-size", str(BATCH_SIZE)]
-    with contextlib.redirect_stdout(output):
-        code = cli.app(line, standalone_mode=False)
-    return code or 0, json.loads(output.getvalue())
+    rows = () if "--batch-size" in options else ("--batch-size", BATCH_SIZE)
+    return commands.plan("--model", f"tests.capacity.own_models:{model}", commands.EARLY, *options, *rows)
 
 
 def example(name: str = "batch") -> tuple[str, str]:

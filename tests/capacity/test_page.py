@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -72,8 +73,7 @@ def axes_of(quantity: RankQuantity) -> Any:
     return axes
 
 
-@pytest.mark.parametrize("num_ranks", [1, 64, 1024])
-@pytest.mark.parametrize("is_nearly_empty", [False, True])
+@pytest.mark.parametrize(("num_ranks", "is_nearly_empty"), [(1, False), (64, True), (1024, False)])
 def test_bars_are_as_high_as_the_values_and_stand_on_each_other(num_ranks: int, is_nearly_empty: bool) -> None:
     found = overfull(plan_assessment(1, num_ranks, host_memory=True), 0, by=-GIB)
     if is_nearly_empty:
@@ -106,8 +106,17 @@ def test_ranks_that_are_alike_share_a_bar() -> None:
     assert axes.get_xticklabels()[0].get_text().endswith("(342)")
 
 
-@pytest.mark.parametrize(("num_ranks", "kind"), [(1, "fits"), (1024, "fits"), (2, "over"), (2, "no plan"), (1, "host")])
-@pytest.mark.parametrize("suffix", [".html", ".svg", ".png"])
+@pytest.mark.parametrize(
+    ("num_ranks", "kind", "suffix"),
+    [
+        (1024, "fits", ".png"),
+        (1, "fits", ".svg"),
+        (2, "over", ".html"),
+        (2, "over", ".png"),
+        *itertools.product([2], ["no plan"], [".html", ".svg", ".png"]),
+        (1, "host", ".svg"),
+    ],
+)
 def test_every_plan_can_be_written_in_every_form(num_ranks: int, kind: str, suffix: str, tmp_path: Path) -> None:
     found = plan_assessment(num_ranks, 1, host_memory=kind == "host")
     found = overfull(found, 0, by=GIB) if kind == "over" else found
@@ -129,39 +138,26 @@ def test_every_plan_can_be_written_in_every_form(num_ranks: int, kind: str, suff
         assert ElementTree.fromstring(content).tag == f"{SVG}svg"
 
 
-def test_a_page_fetches_nothing(tmp_path: Path) -> None:
+def test_a_page_fetches_nothing_and_its_pictures_have_names_for_who_cannot_see_them(tmp_path: Path) -> None:
     shown = page(plan_assessment(1, 2), tmp_path)
     assert not {"script", "link", "img", "iframe"} & set(shown.seen)
     assert all(reference.startswith("#") for reference in shown.references)
     html = (tmp_path / "plan.html").read_text()
     assert "@import" not in html and not re.search(r"url\((?!#)", html)
     assert "#010203" not in html and "currentColor" in html, "texts of the chart have the page's colour"
+    labels = re.findall(r'<svg role="img" aria-label="([^"]{20,})"', html)
+    assert len(labels) == html.count("<svg ") > 0
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 64, 1024])
+@pytest.mark.parametrize("num_ranks", [1, 64, 1024])
 def test_the_page_tells_the_values_of_tables_and_ranks(num_ranks: int, tmp_path: Path) -> None:
     found = plan_assessment(num_ranks, 1, host_memory=True)
     memory, time, tables = page(found, tmp_path).tables
-    assert tables[0] == [
-        "table",
-        "scheme",
-        "rows",
-        "placed",
-        "ranks",
-        "memory, all ranks",
-        "host memory",
-        "cache",
-        "why",
-    ]
+    assert ", ".join(tables[0]) == "table, scheme, rows, placed, ranks, memory, all ranks, host memory, cache, why"
     for table, row in zip(found.tables, tables[1:], strict=True):
         placed = "table_wise" if table is not found.tables[-1] else "table_wise (fused_uvm_caching)"
-        assert row[:5] == [
-            table.name,
-            "quotient_remainder",
-            f"{table.num_rows[0]:,} + 4",
-            placed,
-            str(table.ranks[0]),
-        ]
+        rows = f"{table.num_rows[0]:,} + 4"
+        assert row[:5] == [table.name, "quotient_remainder", rows, placed, str(table.ranks[0])]
         assert row[5] == format_bytes(table.storage.total) and row[8] == table.why
     assert tables[-1][6:8] == ["11.00 GiB", "2.00 GiB"]
     by_total = sorted(found.ranks, key=lambda rank: -rank.total_bytes)
@@ -194,13 +190,6 @@ def test_a_page_without_a_plan_tells_sizes_and_remedies(tmp_path: Path) -> None:
     assert [row[3] for row in tables[1:]] == [format_bytes(table.one_copy.total) for table in found.tables]
     for text in ("take 9.00 GiB", "fits with --nodes 2", "the planner: no room"):
         assert text in shown.text
-
-
-def test_pictures_of_a_page_have_a_name_for_who_cannot_see_them(tmp_path: Path) -> None:
-    write(plan_assessment(1, 2), tmp_path / "plan.html")
-    html = (tmp_path / "plan.html").read_text()
-    labels = re.findall(r'<svg role="img" aria-label="([^"]{20,})"', html)
-    assert len(labels) == html.count("<svg ") > 0
 
 
 @pytest.mark.parametrize("attack", ['<script>alert(1)</script>[red]"a"&</td></table><b>', "$x_1$ $"])

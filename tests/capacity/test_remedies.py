@@ -1,8 +1,6 @@
 """Remedies: each holds as it is typed, is the least of its kind, and the search for them ends."""
 
-import contextlib
 import dataclasses
-import io
 import itertools
 import shlex
 from pathlib import Path
@@ -10,17 +8,15 @@ from typing import Any
 
 import pytest
 
-from distembed.base.units import parse_bytes
-from distembed.commands import cli
-from distembed.planning.devices import DEVICES, Cluster, find_device
+from distembed.planning.devices import DEVICES, Cluster
 from distembed.reports.plan import remedies
 from distembed.reports.plan.assessment import assess_capacity, is_fitting
 from distembed.reports.plan.plannable import ConfiguredModel, Plannable
 from distembed.reports.plan.remedies import Remedies, find_remedies
 from distembed.training.config import Config, load_config
+from tests.capacity import commands
+from tests.capacity.commands import KAGGLE, NAIVE, cluster
 
-KAGGLE = Path(__file__).parents[2] / "configs" / "criteo_kaggle.yaml"
-NAIVE = "embedding.default.partition=naive"
 WITH_EXCEPTIONS = """
 data: {schema: criteo_kaggle}
 embedding:
@@ -29,15 +25,9 @@ embedding:
 """
 
 
-def cluster(memory: str, nodes: int = 1, gpus: int = 1, host_memory: int = 0) -> Cluster:
-    device = dataclasses.replace(find_device("h100-80gb"), memory_bytes=parse_bytes("memory", memory))
-    return Cluster(device, nodes, gpus, host_memory)
-
-
 def holds(arguments: list[str], remedy: str) -> bool:
     """Whether the command exits with 0 if this is typed behind it."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        return not cli.app(["plan", *arguments, *shlex.split(remedy), "--json"], standalone_mode=False)
+    return commands.plan(*arguments, *shlex.split(remedy), commands.EARLY)[0] == 0
 
 
 def kinds(found: Remedies) -> set[str]:

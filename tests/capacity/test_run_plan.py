@@ -1,9 +1,7 @@
 """``distembed plan``: what fits, what does not and why, and that remedies are ones."""
 
-import contextlib
 import dataclasses
 import errno
-import io
 import json
 import shlex
 import subprocess
@@ -22,21 +20,18 @@ from distembed.planning.devices import DEVICES, Cluster, find_device
 from distembed.reports.plan.assessment import assess_capacity, is_fitting
 from distembed.reports.plan.plannable import ConfiguredModel
 from distembed.training.config import load_config
+from tests.capacity import commands
+from tests.capacity.commands import KAGGLE, MLPERF, NAIVE
+from tests.small_runs import config_values, write_dataset
 
-CONFIGS = Path(__file__).parents[2] / "configs"
-KAGGLE, MLPERF = CONFIGS / "criteo_kaggle.yaml", CONFIGS / "mlperf_dlrm_dcnv2.yaml"
 MLPERF_IDS = [3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1]
 GIB = 2**30
 LAYERS = [(13, 512), (512, 256), (256, 64), (64, 16), (367, 512), (512, 256), (256, 1)]
 DENSE_PARAMETERS = sum(inputs * outputs + outputs for inputs, outputs in LAYERS)
 
 
-def plan(*arguments: object, config: Path = KAGGLE) -> tuple[int, dict[str, Any]]:
-    """Exit code and JSON of the command, within this process."""
-
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        code = cli.app(["plan", str(config), *map(str, arguments), "--json"], standalone_mode=False)
-    return int(code or 0), json.loads(printed.getvalue())
+def plan(*arguments: object, config: Path = KAGGLE, tolerance: float = 0.5) -> tuple[int, dict[str, Any]]:
+    return commands.plan(config, f"plan.time_tolerance={tolerance}", *arguments)
 
 
 def test_what_is_planned_adds_up() -> None:
@@ -59,28 +54,20 @@ def test_what_is_planned_adds_up() -> None:
     assert {name: own["ranks"] for name, own in placed.items()} == {t["name"]: t["ranks"] for t in planned["tables"]}
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "factor"),
-    [
-        ("sgd", 1.0),
-        ("adagrad", 2.0),
-        ("adam", 3.0),
-        ("row_wise_adagrad", 1 + 1 / 128),
-        ("partial_row_wise_adam", 2 + 1 / 128),
-    ],
-)
-def test_the_tables_of_mlperf_with_their_optimizer(optimizer: str, factor: float) -> None:
-    settings = ["model={name: dcn}", f"train.sparse_optimizer={{name: {optimizer}}}", "plan.min_partition=32"]
-    config, cluster = load_config(MLPERF, settings), Cluster(find_device("h100-80gb"), 1, 8)
-    weights = sum(CRITEO_TERABYTE_CARDINALITIES) * 128 * 4
+def test_the_tables_of_mlperf_with_their_optimizer() -> None:
+    weights, cluster = sum(CRITEO_TERABYTE_CARDINALITIES) * 128 * 4, Cluster(find_device("h100-80gb"), 1, 8)
     assert weights / GIB == pytest.approx(97.4, abs=0.05)
-    assert ConfiguredModel(config).table_bytes() == round(weights * factor) and is_fitting(
-        ConfiguredModel(config), cluster
-    )
-    if optimizer == "adagrad":
-        planned = assess_capacity(config, cluster)
-        assert planned.one_copy.weights == weights and planned.one_copy.total == round(weights * factor)
-        assert planned.fits and not planned.one_copy.gradients
+    states = {"sgd": 0, "row_wise_adagrad": 1 / 128, "partial_row_wise_adam": 1 + 1 / 128, "adagrad": 1, "adam": 2}
+    for optimizer, factor in states.items():
+        settings = ["model={name: dcn}", f"train.sparse_optimizer={{name: {optimizer}}}", "plan.min_partition=32"]
+        config = load_config(MLPERF, [*settings, commands.EARLY])
+        assert ConfiguredModel(config).table_bytes() == round(weights * (1 + factor))
+        if optimizer == "adagrad":
+            planned = assess_capacity(config, cluster)
+            assert planned.one_copy.weights == weights and planned.one_copy.total == 2 * weights
+            assert planned.fits and not planned.one_copy.gradients
+    # the largest of these states
+    assert is_fitting(ConfiguredModel(config), cluster)
 
 
 def test_mlperf_is_planned_with_its_own_networks_and_214_ids_a_row() -> None:
@@ -127,7 +114,7 @@ def test_ids_of_a_row_that_cannot_be_are_refused(options: str, said: str) -> Non
 
 
 def test_what_does_not_fit_is_refused_with_remedies() -> None:
-    settings = ["embedding.default.partition=naive", "--gpus", 1]
+    settings = [NAIVE, "--gpus", 1]
     code, planned = plan(*settings, "--memory", "2GB")
     assert code == 3 and not planned["fits"] and planned["plan"] is None
     needed, left = planned["needed_by_tables"], planned["left_for_tables"]
@@ -142,7 +129,7 @@ def test_what_does_not_fit_is_refused_with_remedies() -> None:
 @pytest.mark.slow
 def test_constraints_that_leave_no_room_are_a_remedy_to_drop() -> None:
     constraints = ["plan.sharding_types=[table_wise]", "plan.tables={C3: {sharding_types: [data_parallel]}}"]
-    settings = ["embedding.default.partition=naive", "--gpus", 4, "--memory", "1.8GB", *constraints]
+    settings = [NAIVE, "--gpus", 4, "--memory", "1.8GB", *constraints]
     code, planned = plan(*settings)
     assert code == 3
     (freed,) = [remedy for remedy in planned["remedies"] if remedy.startswith("plan.")]
@@ -151,10 +138,7 @@ def test_constraints_that_leave_no_room_are_a_remedy_to_drop() -> None:
 
 
 def test_a_shortage_reserves_of_each_rank_a_share_of_its_own_memory() -> None:
-    config, device = (
-        load_config(KAGGLE, ["embedding.default.partition=naive", "plan.reserve=0.5"]),
-        find_device("l4-24gb"),
-    )
+    config, device = load_config(KAGGLE, [NAIVE, "plan.reserve=0.5"]), find_device("l4-24gb")
     alike, unlike = (
         assess_capacity(config, Cluster(device, 1, 2, memory_by_rank=(4 * 10**8, other)))
         for other in (4 * 10**8, 10**8)
@@ -165,7 +149,7 @@ def test_a_shortage_reserves_of_each_rank_a_share_of_its_own_memory() -> None:
 
 
 def test_tables_in_host_memory_are_shown_and_never_unasked() -> None:
-    settings = ["embedding.default.partition=naive", "--gpus", 1, "--memory", "4GB"]
+    settings = [NAIVE, "--gpus", 1, "--memory", "4GB"]
     device = dataclasses.replace(find_device("h100-80gb"), memory_bytes=4 * 10**9)
     assert not is_fitting(ConfiguredModel(load_config(KAGGLE, settings[:1])), Cluster(device, 1, 1))
     for allowed in ("plan.host_memory=true", "plan.tables={C3: {compute_kernels: [fused, fused_uvm]}}"):
@@ -190,7 +174,7 @@ def test_tables_in_host_memory_are_shown_and_never_unasked() -> None:
 
 def test_no_table_is_in_host_memory_that_is_faster_on_a_device_with_room() -> None:
     hosts = ["plan.host_memory=true", "--host-memory", "1TiB"]
-    _, planned = plan("--gpus", 4, "--gpu", "a100-40gb", *hosts, config=MLPERF)
+    _, planned = plan("--gpus", 4, "--gpu", "a100-40gb", *hosts, config=MLPERF, tolerance=0.001)
     hosted = [table for table in planned["tables"] if table["host_bytes"]]
     assert hosted
     for table in hosted:
@@ -199,9 +183,8 @@ def test_no_table_is_in_host_memory_that_is_faster_on_a_device_with_room() -> No
 
 
 def test_a_report_is_written_beside_what_is_printed(tmp_path: Path) -> None:
-    for name in ("plan.html", "plan.png", "plan.svg"):
-        assert plan("--gpus", 1, "--report", tmp_path / name)[0] == 0
-        assert (tmp_path / name).stat().st_size > 1000
+    assert plan("--gpus", 1, "--report", tmp_path / "plan.html")[0] == 0
+    assert (tmp_path / "plan.html").stat().st_size > 1000
     with pytest.raises(UserError, match="pdf"):
         plan("--gpus", 1, "--report", tmp_path / "plan.pdf")
 
@@ -264,33 +247,24 @@ def test_a_plan_that_does_not_fit_is_not_written_and_that_is_said(tmp_path: Path
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("start", [["-m", "distembed"], ["-c", "from distembed.commands.cli import app; app()"]])
+@pytest.mark.parametrize(
+    "start",
+    [
+        ["-m", "distembed"],
+        pytest.param(["-c", "from distembed.commands.cli import app; app()"], marks=pytest.mark.slow),
+    ],
+)
 def test_libraries_are_silent_however_the_command_is_started(start: list[str]) -> None:
     arguments = ["plan", str(KAGGLE), "--gpus", "1", "--json"]
     done = subprocess.run([sys.executable, *start, *arguments], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["fits"] and not done.stderr
 
 
-def test_wrong_requests_are_named() -> None:
-    with pytest.raises(UserError, match=r"--gpu is 'h100'.*h100-80gb"):
-        plan("--gpu", "h100")
-    with pytest.raises(UserError, match="--memory is 'much'"):
-        plan("--memory", "much")
-    with pytest.raises(UserError, match="--nodes is 0"):
-        Cluster(find_device("l4-24gb"), 0, 1)
-
-
 def test_training_takes_the_plan_that_is_reported(tmp_path: Path) -> None:
-    from tests.small_runs import write_dataset
-
-    dataset = write_dataset(tmp_path / "dataset")
-    values = {
-        "data": {"path": str(dataset)},
-        "model": {"bottom": [16], "top": [16]},
-        "embedding": {"default": {"partition": "quotient_remainder", "embedding_dim": 8, "threshold": 10}},
-        "train": {"batch_size": 64, "max_steps": 1, "device": "cpu"},
-        "plan": {"tables": {"C3": {"sharding_types": ["data_parallel"]}, "M": {"sharding_types": ["row_wise"]}}},
-    }
+    values = config_values(write_dataset(tmp_path / "dataset"))
+    values["train"] = {"batch_size": 64, "max_steps": 1, "device": "cpu"}
+    types = {"C3": "data_parallel", "M": "row_wise"}
+    values["plan"] = {"tables": {name: {"sharding_types": [own]} for name, own in types.items()}}
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump(values))
     run = tmp_path / "run"

@@ -1,31 +1,21 @@
 """``distembed plan --smallest``: held against trying one size after another."""
 
-import contextlib
 import dataclasses
-import io
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from distembed.base.errors import UserError
-from distembed.base.units import parse_bytes
 from distembed.commands import cli
-from distembed.planning.devices import Cluster, find_device
+from distembed.planning.devices import Cluster
 from distembed.reports.plan import remedies, report
 from distembed.reports.plan.assessment import Assessment, assess_capacity, is_fitting
 from distembed.reports.plan.plannable import ConfiguredModel, Plannable
 from distembed.reports.plan.remedies import Remedies, find_smallest
 from distembed.training.config import load_config
-
-KAGGLE = Path(__file__).parents[2] / "configs" / "criteo_kaggle.yaml"
-NAIVE = "embedding.default.partition=naive"
-
-
-def cluster(memory: str, gpus: int, device: str = "h100-80gb") -> Cluster:
-    return Cluster(dataclasses.replace(find_device(device), memory_bytes=parse_bytes("memory", memory)), 1, gpus)
+from tests.capacity import commands
+from tests.capacity.commands import EARLY, KAGGLE, NAIVE, cluster
 
 
 def sizes(gpus: int, nodes: int) -> list[tuple[int, int]]:
@@ -34,9 +24,7 @@ def sizes(gpus: int, nodes: int) -> list[tuple[int, int]]:
 
 
 def plan(*arguments: object) -> tuple[int, dict[str, Any]]:
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        code = cli.app(["plan", str(KAGGLE), *map(str, arguments), "--json"], standalone_mode=False)
-    return int(code or 0), json.loads(printed.getvalue())
+    return commands.plan(KAGGLE, EARLY, *arguments)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +40,7 @@ def plan(*arguments: object) -> tuple[int, dict[str, Any]]:
 def test_it_is_the_first_that_fits_of_all_tried_in_turn(
     memory: str, gpus: int, device: str, settings: list[str]
 ) -> None:
-    config, there_is = load_config(KAGGLE, settings), cluster(memory, gpus, device)
+    config, there_is = load_config(KAGGLE, [EARLY, *settings]), cluster(memory, gpus=gpus, device=device)
     fitting = (
         size
         for size in sizes(gpus, 9)
@@ -77,7 +65,10 @@ def test_the_command_prints_the_plan_and_why_one_less_does_not_fit(capsys: pytes
     assert code == 3 and not refused["fits"] and "smallest" not in refused
     demand = planned["smallest"]["shortage"][0]
     assert "the largest (" in demand and f"on {one_less['nodes'] * one_less['gpus']} rank(s)" in demand
-    assert cli.app(["plan", str(KAGGLE), *options, "--gpus", "4", "--smallest"], standalone_mode=False) in (None, 0)
+    assert cli.app(["plan", str(KAGGLE), EARLY, *options, "--gpus", "4", "--smallest"], standalone_mode=False) in (
+        None,
+        0,
+    )
     printed = capsys.readouterr().out
     assert f"smallest: {found['nodes']} x {found['gpus']} " in printed
     assert f"one less, {one_less['nodes']} x {one_less['gpus']} " in printed and demand in printed
@@ -100,7 +91,7 @@ def test_where_no_number_of_devices_helps_it_says_so(
     assert code == 3 and not planned["fits"] and found["found"] is None and found["proven"]
     assert named in " ".join(found["shortage"]), found
     assert (planned["nodes"], planned["gpus"]) == (1, 2)
-    searched = find_smallest(ConfiguredModel(load_config(KAGGLE, settings)), cluster(memory, 2))
+    searched = find_smallest(ConfiguredModel(load_config(KAGGLE, settings)), cluster(memory, gpus=2))
     text = "\n".join(searched.lines)
     assert "no number of devices up to 4,096 helps" in text and "larger devices (--gpu)" in text
 
@@ -136,7 +127,7 @@ class Counted:
 
 @pytest.fixture(scope="module")
 def small_plan() -> Assessment:
-    found = assess_capacity(load_config(KAGGLE, []), cluster("80GiB", 1))
+    found = assess_capacity(load_config(KAGGLE, []), cluster("80GiB"))
     assert found.fits
     return found
 
@@ -148,7 +139,7 @@ def search(
     monkeypatch.setattr(remedies, "is_fitting", lambda plannable, own: counted(plannable, own).fits)
     monkeypatch.setattr(remedies, "assess", counted)
     monkeypatch.setattr(remedies, "require_room", lambda request: None)
-    return find_smallest(ConfiguredModel(load_config(KAGGLE, [])), cluster("80GiB", gpus)), counted
+    return find_smallest(ConfiguredModel(load_config(KAGGLE, [])), cluster("80GiB", gpus=gpus)), counted
 
 
 @pytest.mark.parametrize("gpus", [1, 3, 8, 64])
