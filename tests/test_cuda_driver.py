@@ -202,8 +202,7 @@ def test_the_set_up_ends_before_it_downloads_what_would_not_run(
 
 
 @pytest.mark.parametrize(
-    ("driver", "devices", "variables"),
-    [(NEW, DEVICE, {}), (OLD, "", {}), (OLD, DEVICE, {"DISTEMBED_DEVICE": "cpu"})],
+    ("driver", "devices", "variables"), [(NEW, DEVICE, {}), (OLD, "", {}), (OLD, DEVICE, {"DISTEMBED_DEVICE": "cpu"})]
 )
 @pytest.mark.parametrize("trio", TRIOS)
 def test_the_set_up_goes_on_where_the_driver_suffices_or_is_not_needed(

@@ -91,10 +91,7 @@ class SquaredError(Task):
         return ((predicted - labels) ** 2).sum(), {"predicted": predicted, "labels": labels}
 
     def metrics(self, rows: Rows) -> dict[str, float]:
-        return {
-            "rows": len(rows["labels"]),
-            "rmse": float(np.sqrt(np.mean((rows["predicted"] - rows["labels"]) ** 2))),
-        }
+        return {"rows": len(rows["labels"]), "rmse": float(np.sqrt(np.mean((rows["predicted"] - rows["labels"]) ** 2)))}
 
     def training_sums(self, outputs: Outputs) -> Outputs:
         squared = (outputs["predicted"] - outputs["labels"]).double() ** 2

@@ -20,23 +20,8 @@ from distembed.serving.model_folder.manifest import CompiledProgram, ExportedPro
 from distembed.serving.model_folder.programs import load_programs
 from distembed.serving.model_folder.reading import read_manifest, require_unchanged
 from distembed.training.trained_run import find_trained_run
-from tests.exporting.test_programs import (
-    click_model,
-    require_equal_scores,
-    round_tables,
-    schema,
-    scored,
-    tables,
-)
-from tests.exporting.test_recommenders import (
-    LENGTHS,
-    exported,
-    inputs,
-    recommended,
-    recommender,
-    require_best,
-    rows,
-)
+from tests.exporting.test_programs import click_model, require_equal_scores, round_tables, schema, scored, tables
+from tests.exporting.test_recommenders import LENGTHS, exported, inputs, recommended, recommender, require_best, rows
 from tests.exporting.test_recommenders import round_tables as round_items
 from tests.server.exported_models import exported as exported_folder
 from tests.server.exported_models import json_rows, trained_run
@@ -133,14 +118,8 @@ def test_a_run_is_exported_compiled_and_loaded_where_that_is_asked_for(run: Path
     with torch.inference_mode():
         torch.testing.assert_close(compiled(*strided), plain(*own), atol=1e-6, rtol=0)
     for wrong, text in (
-        (
-            (values, lengths[:-1], dense),
-            r"lengths is torch.int64 \[3, 33\], and the program takes .* \[4, any\]",
-        ),
-        (
-            (values, lengths, dense[:, :1]),
-            r"dense is torch.float32 \[33, 1\], and the program takes .* \[any, 2\]",
-        ),
+        ((values, lengths[:-1], dense), r"lengths is torch.int64 \[3, 33\], and the program takes .* \[4, any\]"),
+        ((values, lengths, dense[:, :1]), r"dense is torch.float32 \[33, 1\], and the program takes .* \[any, 2\]"),
         ((values.int(), lengths, dense), "values is torch.int32"),
         ((values, lengths, dense[:-1]), "the inputs have different numbers of rows"),
     ):

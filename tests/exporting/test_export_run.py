@@ -114,11 +114,7 @@ def test_the_manifest_says_how_raw_values_become_ids_and_numbers(model: Path) ->
 
 @pytest.mark.parametrize("precision", ["int8", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_tables_in_fewer_bits(
-    precision: Any,
-    run: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    precision: Any, run: Path, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SplitRows, "find", lambda _: None)
     if precision == "int8":

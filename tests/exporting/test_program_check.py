@@ -113,15 +113,7 @@ def earlier_format(records: Records, canary: Path) -> None:
         records[f"serialized_{name}.pt"] = torch_pickle({"": Touch(canary)})
 
 
-RUN_CODE = [
-    sample_inputs,
-    weight,
-    weights_as_before,
-    opaque_constant,
-    evaluated_size,
-    guard,
-    earlier_format,
-]
+RUN_CODE = [sample_inputs, weight, weights_as_before, opaque_constant, evaluated_size, guard, earlier_format]
 
 
 if not PROGRAMS_HOLD_OPAQUE_CONSTANTS:

@@ -18,11 +18,7 @@ from distembed.data.table.schema import TableSchema
 SCHEMA: dict[str, Any] = {
     "label": {"column": "click"},
     "weight": {"column": "importance"},
-    "dense": {
-        "price": {"transform": "log"},
-        "age": {"transform": "standardize"},
-        "rate": {"transform": "none"},
-    },
+    "dense": {"price": {"transform": "log"}, "age": {"transform": "standardize"}, "rate": {"transform": "none"}},
     "categorical": {
         "site": {"kind": "string", "min_count": 2},
         "number": {"kind": "integer", "min_count": 1},
