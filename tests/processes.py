@@ -6,15 +6,20 @@ real run have, so that what depends on the order of a set differs between neighb
 
 import itertools
 import os
+import tempfile
+import threading
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from multiprocessing import forkserver
 from multiprocessing.forkserver import ForkServer
 from typing import Any
+from unittest import mock
 
 import torch.multiprocessing as mp
 
 SERVERS = [ForkServer(), ForkServer()]
 """They start when they are first needed, and end with this process."""
+_STARTING = threading.Lock()
 
 
 def run_processes(count: int, function: Callable[..., None], *arguments: Any, others_end: float | None = None) -> None:
@@ -32,21 +37,34 @@ def run_processes(count: int, function: Callable[..., None], *arguments: Any, ot
         pass
 
 
+def output_of(function: Callable[..., object], *arguments: Any) -> str:
+    """Returns what ``function(*arguments)`` prints in a process of its own, which may change its environment."""
+    with tempfile.NamedTemporaryFile("r") as output:
+        run_processes(1, _print_to, output.name, function, arguments)
+        return output.read()
+
+
+def _print_to(_: int, output: str, function: Callable[..., object], arguments: tuple[Any, ...]) -> None:
+    with open(output, "w") as file, redirect_stdout(file):
+        function(*arguments)
+
+
 def start_processes(count: int, function: Callable[..., None], *arguments: Any) -> mp.ProcessContext:
     """The same without waiting for them; they end with this process at the latest."""
-    for server in SERVERS[:count]:
+    servers = SERVERS[:count]
+    for server in servers:
         server.set_forkserver_preload(["tests.loaded"])
         server.ensure_running()
-    turns = itertools.cycle(SERVERS)
+    turns = itertools.cycle(servers)
+
+    def connect(fds: Any) -> Any:
+        return next(turns).connect_to_new_process(fds)
+
     # multiprocessing knows of one server
-    usual = forkserver.connect_to_new_process
-    forkserver.connect_to_new_process = lambda fds: next(turns).connect_to_new_process(fds)
-    try:
+    with _STARTING, mock.patch.object(forkserver, "connect_to_new_process", connect):
         return mp.start_processes(
             _call, (dict(os.environ), function, arguments), count, join=False, daemon=True, start_method="forkserver"
         )
-    finally:
-        forkserver.connect_to_new_process = usual
 
 
 def _call(number: int, environment: dict[str, str], function: Callable[..., None], arguments: tuple[Any, ...]) -> None:

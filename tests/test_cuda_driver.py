@@ -3,18 +3,22 @@
 A program of the name ``nvidia-smi`` stands in for NVIDIA's; what asks it runs in a process of its own.
 """
 
-import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import fbgemm_gpu
 import pytest
+import torch
 
 from distembed.base import cuda_driver
+from distembed.base.errors import UserError
+from distembed.base.ranks import choose_device
 from distembed.reports.doctor import findings
 from distembed.reports.doctor.trio import TRIOS, Trio
+from tests.processes import output_of
 
 ROOT = Path(__file__).parents[1]
 DEVICE = "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-0)"
@@ -40,31 +44,22 @@ esac
     return environment | {"PATH": f"{program.parent}{os.pathsep}{os.environ['PATH']}"}
 
 
-# As a CUDA build without a device that it can use, whichever build is installed here.
-CHOOSE = """
-import json, os, sys
-import torch, fbgemm_gpu
-from distembed.base.errors import UserError
-from distembed.base.ranks import choose_device
-
-torch.cuda.is_available = lambda: False
-for name, cuda, variant, environment in json.load(sys.stdin):
-    os.environ.clear()
-    os.environ.update(environment)
-    torch.version.cuda, fbgemm_gpu.__variant__ = cuda, variant
-    try:
-        print(choose_device(name, 0))
-    except UserError as error:
-        print("refused:", error)
-"""
-
-
 def choose(*cases: tuple[str, str | None, str, dict[str, str]]) -> list[str]:
-    """What is chosen for each name, torch's CUDA, variant of FBGEMM and environment, in one process: torch is slow."""
-    command = [sys.executable, "-W", "ignore", "-c", CHOOSE]
-    done = subprocess.run(command, input=json.dumps(cases), capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    """What is chosen for each name, torch's CUDA, variant of FBGEMM and environment."""
+    return output_of(choose_here, cases).splitlines()
+
+
+def choose_here(cases: tuple[tuple[str, str | None, str, dict[str, str]], ...]) -> None:
+    """As a CUDA build without a device that it can use, whichever build is installed here."""
+    torch.cuda.is_available = lambda: False
+    for name, cuda, variant, environment in cases:
+        os.environ.clear()
+        os.environ.update(environment)
+        torch.version.cuda, fbgemm_gpu.__variant__ = cuda, variant
+        try:
+            print(choose_device(name, 0))
+        except UserError as error:
+            print("refused:", error)
 
 
 def test_training_refuses_a_device_that_it_cannot_use_and_says_what_helps(tmp_path: Path) -> None:
@@ -147,12 +142,10 @@ def test_the_doctor_names_both_versions(trio: Trio) -> None:
     assert finding.status == "note" and OLD in finding.detail
 
 
-def test_the_doctors_facts_have_the_driver_of_this_machine(tmp_path: Path) -> None:
-    program = "from distembed.base.cuda_driver import *; print(nvidia_smi_works(), driver_version())"
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, env=fake_nvidia_smi(tmp_path, OLD)
-    )
-    assert done.stdout == f"True {OLD}\n", done.stderr
+def test_the_doctors_facts_have_the_driver_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", fake_nvidia_smi(tmp_path, OLD)["PATH"])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert (cuda_driver.nvidia_smi_works(), cuda_driver.driver_version()) == (True, OLD)
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 import itertools
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distembed.base.units import format_bytes
-from distembed.commands.cli import app
 from distembed.composition import COMPOSITIONS
 from distembed.data.dataset.manifest import Manifest, Split
 from distembed.data.dataset.schema import CRITEO_KAGGLE_CARDINALITIES, CategoricalFeature, Schema
@@ -28,6 +25,7 @@ from distembed.models.dlrm_config import LowRankCrossConfig
 from distembed.partitions import PARTITIONS
 from distembed.training.config import load_config
 from distembed.training.describe import DescribedTable, describe
+from tests.commands import in_this_process
 
 KAGGLE = Path(__file__).parents[1] / "configs" / "criteo_kaggle.yaml"
 SIZES = [16, 32, 64, 128]
@@ -170,8 +168,7 @@ def test_full_tables_bytes_are_those_of_a_number_for_each_id_and_column(
 
 
 def test_json_has_the_promised_keys() -> None:
-    command = [sys.executable, "-m", "distembed", "describe", str(KAGGLE), *FORCED, "--json"]
-    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    found = json.loads(in_this_process("describe", KAGGLE, *FORCED, "--json").stdout)
     assert (
         found["tables"][2].items()
         >= {
@@ -192,9 +189,7 @@ def test_bytes_are_readable(count: int, text: str) -> None:
     assert format_bytes(count) == text
 
 
-def test_a_tied_output_is_counted_once_and_says_what_it_saves(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_tied_output_is_counted_once_and_says_what_it_saves(tmp_path: Path) -> None:
     sequences = Schema(None, (), (CategoricalFeature("user", 50), CategoricalFeature("item", 1_002, True, 8.0)))
     Manifest(sequences, {"train": Split(9, None, ())}).save(tmp_path)
     learnt = ["model.name=sasrec", "task.name=next_item", "embedding.default.embedding_dim=16"]
@@ -209,5 +204,5 @@ def test_a_tied_output_is_counted_once_and_says_what_it_saves(
         assert untied["tied_outputs"] == [] and untied["parameters"] == found["parameters"] + parameters
         assert {"name": "network.catalogue.bias", "shape": [1_002], "parameters": 1_002} in found["dense"]
     (tmp_path / "config.yaml").write_text("")
-    app(["describe", str(tmp_path / "config.yaml"), *overrides], standalone_mode=False)
-    assert "tied: the output reuses table 'item'; untied it would add 16,032 parameters" in capsys.readouterr().out
+    said = in_this_process("describe", tmp_path / "config.yaml", *overrides).stdout
+    assert "tied: the output reuses table 'item'; untied it would add 16,032 parameters" in said

@@ -209,6 +209,8 @@ def train(rank: int, world_size: int, folder: Path, dataset: Path) -> None:
         file = write_config(folder / f"{kind}-{rank}-of-{world_size}.yaml", dataset, register())
         run = folder / f"{kind}-{world_size}"
         finished = train_run(load_config(file), RunOptions(run), ranks, None, lambda text: None)
+        if world_size == 1:
+            continue
         state, _ = load_training_state(run, str(dataset), load_run_config(run), ranks)
         again = evaluate_split(state, str(dataset), "test", ranks)
         if rank == 0:

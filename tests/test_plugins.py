@@ -4,6 +4,7 @@ import dataclasses
 import os
 import pickle
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ from distembed.models import MODELS
 from distembed.partitions import PARTITIONS
 from distembed.training.config import input_paths, load_config
 from distembed.training.resume import load_run_config
-from tests.processes import run_processes
+from tests.processes import output_of, run_processes
 from tests.small_runs import ROWS, config_values
 from tests.small_runs import distembed as run_command
 
@@ -187,17 +188,14 @@ def load_and_evaluate(_: int, run: Path, said: str) -> None:
 @pytest.mark.distributed
 def test_an_exported_model_needs_no_plugin(run: Path, tmp_path: Path) -> None:
     run_command("export", run, "--output", tmp_path / "model")
-    check_sample = [sys.executable, "-S", "-c", _WITHOUT_DISTEMBED, str(tmp_path / "model" / "serving_example.py")]
-    done = subprocess.run(check_sample, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    output_of(run_without_distembed, tmp_path / "model" / "serving_example.py")
 
 
-_WITHOUT_DISTEMBED = f"""
-import runpy, sys
-sys.path[1:1] = {[path for path in sys.path if "site-packages" in path]!r}
-sys.modules["distembed"] = None  # its import fails
-runpy.run_path(sys.argv[1], run_name="__main__")
-"""
+def run_without_distembed(example: Path) -> None:
+    assert "linear" not in MODELS
+    for name in [name for name in sys.modules if name.partition(".")[0] == "distembed"]:
+        sys.modules[name] = None  # type: ignore[assignment] # its import fails
+    runpy.run_path(str(example), run_name="__main__")
 
 
 @pytest.fixture

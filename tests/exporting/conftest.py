@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from distembed.serving.model_folder.reading import read_manifest
-from tests.server.exported_models import exported, session_model, session_run
+from tests.server.exported_models import exported, session_model, session_run, two_shards_bytes
 
 
 @pytest.fixture(scope="session")
@@ -20,6 +19,5 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def shards(run: Path, model: Path) -> Path:
-    """The same in shards, of servers with room for the largest table."""
-    largest = max(table.bytes for table in read_manifest(model).tables)
-    return exported(run, run.parent / "shards", server_bytes=largest)
+    """The same in two shards."""
+    return exported(run, run.parent / "shards", server_bytes=two_shards_bytes(model))

@@ -157,6 +157,7 @@ def test_what_is_no_program_is_not_compiled(tmp_path: Path) -> None:
         compile_program(tmp_path / "network.pt2", sample, tmp_path / "compiled" / "network.pt2")
 
 
+@pytest.mark.slow
 def test_code_that_does_not_run_is_no_program(tmp_path: Path) -> None:
     (tmp_path / "compiled.pt2").write_bytes(b"no code")
     sample = ProgramInputs(

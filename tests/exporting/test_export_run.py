@@ -2,12 +2,8 @@
 
 import hashlib
 import json
-import multiprocessing
-import os
 import re
 import shutil
-import signal
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +27,7 @@ from distembed.serving.model_folder.programs import load_programs
 from distembed.serving.model_folder.reading import read_manifest, require_sample, require_unchanged, sample_inputs
 from distembed.serving.whole_model import load_whole_model
 from distembed.training.trained_run import find_trained_run
-from tests.server.exported_models import exported, session_int8_shards, trained_run
+from tests.server.exported_models import exported, session_int8_shards, trained_run, two_shards_bytes
 from tests.serving.arrow_rows import SCHEMA
 from tests.small_runs import config_values, train_small
 from tests.small_runs import distembed as command
@@ -162,9 +158,8 @@ def test_tables_are_materialised_where_that_is_smaller(
 
 
 def test_shards_score_as_the_whole(model: Path, shards: Path, predicted: np.ndarray) -> None:
-    largest = max(table.bytes for table in read_manifest(model).tables)
     manifest = read_manifest(shards)
-    assert len(manifest.shards) > 1 and all(shard.bytes <= largest for shard in manifest.shards)
+    assert len(manifest.shards) > 1 and all(shard.bytes <= two_shards_bytes(model) for shard in manifest.shards)
     assert sorted(name for shard in manifest.shards for name in shard.features) == sorted(
         each.name for each in manifest.features
     )
@@ -193,6 +188,13 @@ def test_the_command_prints_the_plan(run: Path, model: Path, tmp_path: Path) -> 
     assert "--server-memory is 100 B" in " ".join(said.split())
 
 
+@pytest.fixture
+def traced(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exports of the run take the program of the shared model, which takes seconds to trace."""
+    monkeypatch.setattr(exporting, "save_program", lambda *given: shutil.copyfile(model / "network.pt2", given[-1]))
+
+
+@pytest.mark.usefixtures("traced")
 def test_what_is_there_is_replaced_only_on_demand(run: Path, model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(model, folder)
@@ -206,6 +208,7 @@ def test_what_is_there_is_replaced_only_on_demand(run: Path, model: Path, tmp_pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "other"]
 
 
+@pytest.mark.usefixtures("traced")
 def test_a_full_disk_leaves_nothing(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -217,34 +220,6 @@ def test_a_full_disk_leaves_nothing(run: Path, tmp_path: Path, monkeypatch: pyte
     with pytest.raises(RunError, match="model would not fit on its disk.*its tables take so much"):
         exported(run, tmp_path / "model")
     assert not list(tmp_path.iterdir())
-
-
-def _export_slowly(run: Path, folder: Path, began: Any) -> None:
-    def wait(*_: Any) -> None:
-        began.set()
-        time.sleep(600)
-
-    exporting.write_sample = wait  # type: ignore[assignment]
-    exported(run, folder)
-
-
-@pytest.mark.slow
-def test_a_killed_export_leaves_nothing_half_and_two_at_once_are_told(run: Path, tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    began = context.Event()
-    process = context.Process(target=_export_slowly, args=(run, tmp_path / "model", began))
-    process.start()
-    try:
-        assert began.wait(120)
-        assert not (tmp_path / "model").exists()
-        with pytest.raises(UserError, match="another process is preparing"):
-            exported(run, tmp_path / "model")
-    finally:
-        os.kill(process.pid, signal.SIGKILL)
-        process.join()
-    assert not (tmp_path / "model").exists()
-    exported(run, tmp_path / "model")
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 @pytest.mark.slow
@@ -267,15 +242,15 @@ def exported_with_data(run: Path, data: Path, folder: Path) -> ExportManifest:
     return export_run(find_trained_run(run, str(data)), folder, ExportOptions(), str(data))
 
 
+@pytest.mark.usefixtures("traced")
 def test_a_model_that_scores_otherwise_is_not_written(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take = FloatWeight.__init__
+    def changed(*given: Any) -> Any:
+        program = load_programs(*given)
+        return lambda *inputs: program(*inputs) + 0.01
 
-    def changed(self: Any, weight: torch.Tensor, dtype: torch.dtype) -> None:
-        take(self, weight + 0.01, dtype)
-
-    monkeypatch.setattr(FloatWeight, "__init__", changed)
+    monkeypatch.setattr(exporting, "load_programs", changed)
     with pytest.raises(RunError, match=r"scores otherwise than the trained one: row \d+ of the sample .*Nothing was"):
         exported(run, tmp_path / "model")
     assert not list(tmp_path.iterdir())

@@ -40,21 +40,40 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bin" / "python"
 
 
-def in_fresh_environment(python: Path, *arguments: object) -> str:
-    """Runs Python without what the test's environment says of paths, and returns what it prints."""
+PROGRAM = """
+import importlib, json, runpy, sys
+absent, *folders = json.load(sys.stdin)
+reasons, scores = {}, []
+for name in absent:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        reasons[name] = str(error)
+for folder, rows in folders:  # as a program, which checks itself, and the function that it defines
+    scores.append(runpy.run_path(folder + "/serving_example.py", run_name="__main__")["score"](rows).tolist())
+print(json.dumps([reasons, sys.modules["torch"].__version__, scores]))
+"""
+
+
+def test_the_example_scores_the_sample_and_raw_rows_as_the_trainer_with_torch_alone(
+    model: Path, shards: Path, python: Path
+) -> None:
+    """One program and shards, in an interpreter without what the test's environment says of paths."""
+    assert [bool(read_manifest(folder).shards) for folder in (model, shards)] == [False, True]
+    samples = [json.loads((folder / "sample.json").read_text()) for folder in (model, shards)]
+    given: list[Any] = [NOT_THERE]
+    for folder, sample in zip((model, shards), samples, strict=True):
+        drawn = draw_rows(NUM_ROWS)[-len(sample["rows"]) :]
+        given.append([str(folder), [raw(row, own) for row, own in zip(sample["rows"], drawn, strict=True)]])
     done = subprocess.run(
-        [python, "-I", *map(str, arguments)], capture_output=True, text=True, env={"OMP_NUM_THREADS": "1"}
+        [python, "-I", "-c", PROGRAM],
+        **{"input": json.dumps(given), "env": {"OMP_NUM_THREADS": "1"}, "capture_output": True, "text": True},
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def test_the_environment_has_torch_alone(python: Path) -> None:
-    tried = "import importlib.util as u, torch; print([n for n in %r if u.find_spec(n)], torch.__version__)"
-    assert in_fresh_environment(python, "-c", tried % NOT_THERE).startswith("[] 2.")
-    for name in ("torchrec", "distembed", "numpy", "fbgemm_gpu"):
-        done = subprocess.run([python, "-I", "-c", f"import {name}"], capture_output=True, text=True)
-        assert done.returncode == 1 and f"No module named '{name}'" in done.stderr
+    reasons, version, scores = json.loads(done.stdout)
+    assert reasons == {name: f"No module named '{name}'" for name in NOT_THERE} and version.startswith("2.")
+    for found, sample in zip(scores, samples, strict=True):
+        np.testing.assert_allclose(found, sample["outputs"]["prediction"], atol=2e-6)
 
 
 def test_the_example_has_at_most_a_hundred_lines_and_imports_torch_and_the_standard_library(model: Path) -> None:
@@ -62,23 +81,6 @@ def test_the_example_has_at_most_a_hundred_lines_and_imports_torch_and_the_stand
     assert len(text.splitlines()) <= 100
     imported = [line.split()[1] for line in text.splitlines() if line.startswith(("import ", "from "))]
     assert imported == ["json", "math", "re", "decimal", "pathlib", "torch"]
-
-
-@pytest.mark.parametrize("is_sharded", [False, True], ids=["one program", "shards"])
-def test_the_example_scores_the_sample_and_raw_rows_as_the_trainer(
-    is_sharded: bool, model: Path, shards: Path, python: Path, tmp_path: Path
-) -> None:
-    folder = shards if is_sharded else model
-    assert bool(read_manifest(folder).shards) == is_sharded
-    sample = json.loads((folder / "sample.json").read_text())
-    rows = [raw(row, own) for row, own in zip(sample["rows"], draw_rows(NUM_ROWS)[-len(sample["rows"]) :], strict=True)]
-    (tmp_path / "rows.json").write_text(json.dumps(rows))
-    script = (  # as a program, which checks itself, and the function that it defines
-        f"import json, runpy; names = runpy.run_path({str(folder / EXAMPLE_NAME)!r}, run_name='__main__'); "
-        f"print(json.dumps(names['score'](json.load(open({str(tmp_path / 'rows.json')!r}))).tolist()))"
-    )
-    found = json.loads(in_fresh_environment(python, "-c", script))
-    np.testing.assert_allclose(found, sample["outputs"]["prediction"], atol=2e-6)
 
 
 def raw(row: dict[str, Any], drawn: dict[str, Any]) -> dict[str, Any]:
@@ -96,12 +98,13 @@ def raw(row: dict[str, Any], drawn: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name, value", [("hashed", "site"), ("hashed", 7.5), ("age_bin", "x"), ("price_bin", "x")])
-def test_the_example_takes_no_raw_value_for_an_id(model: Path, name: str, value: Any) -> None:
+def test_the_example_takes_no_raw_value_for_an_id(model: Path) -> None:
     score = runpy.run_path(str(model / EXAMPLE_NAME))["score"]
     row = json.loads((model / "sample.json").read_text())["rows"][0]
-    with pytest.raises(ValueError, match=f"row 0, column '{name}'"):
-        score([{**row, name: value}])
+    wrong: list[tuple[str, Any]] = [("hashed", "site"), ("hashed", 7.5), ("age_bin", "x"), ("price_bin", "x")]
+    for name, value in wrong:
+        with pytest.raises(ValueError, match=f"row 0, column '{name}'"):
+            score([{**row, name: value}])
     del row["site_x_code"]
     with pytest.raises(ValueError, match=r"column 'site_x_code' is not there: give site\|code as one text"):
         score([row])

@@ -26,6 +26,19 @@ def wait_until(holds: Callable[[], bool], what: str, seconds: float = 120) -> No
         time.sleep(0.02)
 
 
+def processes(run: Path) -> dict[int, list[str]]:
+    """Words of the command lines of launchers and ranks of a run, by their process ids."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().decode().split("\0")
+        except OSError:
+            continue
+        if str(run) in words and "launch" not in words:
+            found[int(process.name)] = words
+    return found
+
+
 @dataclass(frozen=True)
 class MiniSlurm:
     """The daemons of ``tests/launch/mini_slurm.sh``, by the variables that select them."""

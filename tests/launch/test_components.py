@@ -98,6 +98,7 @@ def test_torch_is_not_loaded_to_launch() -> None:
 SHAPES = {"4x8": (4, 4, 8), "2:4x8": (2, 4, 8), "8": (1, 1, 8), "1x1": (1, 1, 1), "3:3x2": (3, 3, 2)}
 
 
+@settings(max_examples=25)
 @given(st.integers(1, 99), st.integers(0, 99), st.integers(1, 99))
 def test_a_shape_is_read_as_it_is_written(least: int, more: int, processes: int) -> None:
     shape = Shape(least, least + more, processes)
@@ -114,6 +115,7 @@ def test_another_shape_is_refused(j: str) -> None:
         parse_shape(j)
 
 
+@settings(max_examples=50)
 @given(TEXT)
 def test_names_of_jobs_are_labels_or_refused(text: str) -> None:
     try:
@@ -342,19 +344,17 @@ def test_a_port_that_opens_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -
         assert wait("127.0.0.2", port, 60) == ""
 
 
-def test_waiting_is_bounded_and_says_what_was_wrong() -> None:
-    command = [sys.executable, "-m", "launch.nodes.run", "--node", "1", "--starts", "starts", "--seconds", "0.1"]
+def test_waiting_is_bounded_and_says_what_was_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("raise_when_told", "ignore_signals"):  # this process goes on
+        monkeypatch.setattr(node_run, name, lambda: None)
     for host, reason in {"no-such-node.invalid": "does not resolve", "127.0.0.2": "takes no connections"}.items():
-        done = subprocess.run(
-            [*command, "--host", host, "--port", str(free_port()), "--"],
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-            timeout=60,
-        )
-        assert done.returncode == 1
-        assert reason in done.stderr
-        assert host in done.stderr
+        own = f"--node 1 --starts starts --seconds 0.1 --host {host} --port {free_port()} --"
+        monkeypatch.setattr(sys, "argv", ["run", *own.split()])
+        assert node_run.main() == 1
+        told = capsys.readouterr().err
+        assert reason in told and host in told
 
 
 def last_test_metrics(run: Path) -> dict[str, Any]:

@@ -101,46 +101,51 @@ def test_lines_of_rank_0_and_of_launchers_are_shown_whichever_node_they_come_fro
     assert sorted(said[1:]) == ["node 0: restarting", "on Kubernetes", "step 10 of [rank 1]:"]
 
 
-def test_a_stream_that_breaks_off_is_read_again_and_shown_once() -> None:
-    broken = ConnectionError("stream ended")
-    logs = {0: [["a\n", "b\n", broken], [broken], ["a\n", "b\n", "c\n"], ["a\n", "b\n", "c\n", "d"]]}
-    runner = FakeRunner([*[AppState.RUNNING] * 8, AppState.SUCCEEDED], logs)
-    state, said = followed(runner)
-    assert state == AppState.SUCCEEDED
-    assert said == ["a", "b", "stream ended", "c", "d"]
+AWAY = ConnectionError("timed out")
+ENDS: dict[str, tuple[list[Any], list[Any], AppState | None, list[str]]] = {
+    "a stream that breaks off is read again and shown once": (
+        [*[AppState.RUNNING] * 8, AppState.SUCCEEDED],
+        [["a\n", "b\n", AWAY], [AWAY], ["a\n", "b\n", "c\n"], ["a\n", "b\n", "c\n", "d"]],
+        AppState.SUCCEEDED,
+        ["a", "b", "timed out", "c", "d"],
+    ),
+    "the log of another start is shown from its beginning": (
+        [*[AppState.RUNNING] * 4, AppState.SUCCEEDED],
+        [["1 a\n", "1 b\n"], ["2 a\n"]],
+        AppState.SUCCEEDED,
+        ["1 a", "1 b", "2 a"],
+    ),
+    "a scheduler that does not answer for a while is no end of the job": (
+        [AWAY, AppState.RUNNING, AWAY, AWAY, AppState.FAILED],
+        [[]],
+        AppState.FAILED,
+        ["waiting for the scheduler: timed out"] * 3,
+    ),
+    "a job that nobody knows has no state": ([None], [], None, []),
+}
 
 
-def test_the_log_of_another_start_is_shown_from_its_beginning() -> None:
-    runner = FakeRunner([*[AppState.RUNNING] * 4, AppState.SUCCEEDED], {0: [["1 a\n", "1 b\n"], ["2 a\n"]]})
-    assert followed(runner)[1] == ["1 a", "1 b", "2 a"]
+@pytest.mark.parametrize("name", ENDS)
+def test_a_job_is_followed_to_its_end(name: str) -> None:
+    answers, logs, state, said = ENDS[name]
+    assert followed(FakeRunner([*answers], {0: [*logs]})) == (state, said)
 
 
-def test_a_scheduler_that_does_not_answer_for_a_while_is_no_end_of_the_job() -> None:
-    away = ConnectionError("timed out")
-    runner = FakeRunner([away, AppState.RUNNING, away, away, AppState.FAILED], {0: [[]]})
-    state, said = followed(runner)
-    assert state == AppState.FAILED
-    assert said.count("waiting for the scheduler: timed out") == 3
-
-
-def test_a_scheduler_that_never_answers_again_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(follow, "_PATIENCE_SECONDS", 0.05)
-    with pytest.raises(RunError, match="nothing is known of kubernetes://s/1 any longer: timed out"):
-        followed(FakeRunner([ConnectionError("timed out")], {}))
-
-
-def test_what_is_wrong_on_this_machine_is_said_at_once() -> None:
-    with pytest.raises(RunError, match="No space left"):
-        followed(FakeRunner([OSError(28, "No space left on device")], {}), scheduler="local_cwd")
-
-
-def test_a_signal_is_no_answer_of_the_scheduler() -> None:
-    with pytest.raises(SignalException):
-        followed(FakeRunner([SignalException("SIGINT", signal.SIGINT)], {}), scheduler="local_cwd")
-
-
-def test_a_job_that_nobody_knows_has_no_state() -> None:
-    assert followed(FakeRunner([None], {})) == (None, [])
+@pytest.mark.parametrize(
+    ("answer", "scheduler", "error", "text"),
+    [
+        (AWAY, "kubernetes", RunError, "nothing is known of kubernetes://s/1 any longer: timed out"),
+        (OSError(28, "No space left on device"), "local_cwd", RunError, "No space left"),  # of this machine: at once
+        (SignalException("SIGINT", signal.SIGINT), "local_cwd", SignalException, "SIGINT"),  # no answer of a scheduler
+    ],
+)
+def test_what_ends_following(
+    answer: BaseException, scheduler: str, error: type[Exception], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if answer is AWAY:
+        monkeypatch.setattr(follow, "_PATIENCE_SECONDS", 0.05)
+    with pytest.raises(error, match=text):
+        followed(FakeRunner([answer], {}), scheduler=scheduler)
 
 
 def test_logs_of_a_job_that_slurm_has_forgotten_are_those_in_its_run_folder(

@@ -126,8 +126,7 @@ def submit_at_once(folder: Path, start: Any, results: Any) -> None:
 
 def test_of_several_that_submit_at_once_one_does(tmp_path: Path) -> None:
     job_at(tmp_path).prepare("", {})
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])  # TorchX is loaded once, not by each of them
+    context = multiprocessing.get_context("fork")  # for loading TorchX takes each of them seconds
     start, results = context.Barrier(4), context.Queue()
     processes = [context.Process(target=submit_at_once, args=(tmp_path, start, results)) for _ in range(4)]
     for process in processes:

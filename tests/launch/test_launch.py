@@ -1,6 +1,5 @@
 """``distembed launch`` on a real Slurm: what is refused, what is kept, what a killed process and a dead node do."""
 
-import io
 import json
 import os
 import random
@@ -9,20 +8,17 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import yaml
 from torchx.runner import get_runner
 from torchx.specs import AppState
 
-from distembed.commands.cli import main
 from launch.jobs.job import load_job
-from tests.interactions import NUM_USERS, prepare
-from tests.launch.conftest import MiniSlurm, wait_until
+from tests.commands import in_this_process
+from tests.launch.conftest import MiniSlurm, processes, wait_until
 from tests.small_runs import ROWS, config_values
 from tests.small_runs import distembed as run_directly
 
@@ -48,18 +44,9 @@ def here(slurm: MiniSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 def distembed(*arguments: object, code: int = 0) -> str:
-    """What the command prints, errors too. It runs in this process, which loads what all the commands need once."""
-    printed = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(sys, "argv", ["distembed", *map(str, arguments)]))
-        stack.enter_context(mock.patch.dict(os.environ))
-        stack.enter_context(redirect_stdout(printed))
-        stack.enter_context(redirect_stderr(printed))
-        ended = stack.enter_context(pytest.raises(SystemExit))
-        main()
-    said = printed.buffer.getvalue().decode()
-    assert ended.value.code == code, f"exit code {ended.value.code}\n{said}"
-    return said
+    """What the command prints, errors too."""
+    done = in_this_process(*arguments, code=code)
+    return done.stdout + done.stderr
 
 
 def launch(config: Path, run: str, *arguments: object, code: int = 0) -> str:
@@ -82,15 +69,8 @@ def steps(run: str) -> int:
 
 def workers(run: str) -> list[int]:
     """Ranks that train into a run folder."""
-    folder, found = str(Path(run).absolute()), []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (process / "cmdline").read_bytes().decode().split("\0")
-        except OSError:
-            continue
-        if folder in words and "launch.nodes.run" not in words and "bash" not in words[0]:
-            found.append(int(process.name))
-    return found
+    found = processes(Path(run).absolute()).items()
+    return [pid for pid, words in found if "launch.nodes.run" not in words and "bash" not in words[0]]
 
 
 def status(run: str) -> str:
@@ -266,27 +246,3 @@ def test_an_elastic_job_goes_on_with_the_node_that_is_left(here: MiniSlurm, conf
     # one rank sums in another order than two
     assert found["logloss"] == pytest.approx(expected["logloss"], rel=1e-5)
     assert found["auc"] == pytest.approx(expected["auc"], rel=1e-5)
-
-
-@pytest.mark.slurm
-def test_sasrec_is_launched_trained_and_compared(here: MiniSlurm, tmp_path: Path) -> None:
-    """A job of two nodes trains as one process does: ranks hold parts of the rows, and of the items of the softmax."""
-    file, values = (
-        tmp_path / "sasrec.yaml",
-        {
-            "data": {"path": str(prepare("sequences", tmp_path))},
-            "model": {"name": "sasrec", "dropout": 0.0},
-            "task": {"name": "next_item", "max_length": 8},
-            "embedding": {"default": {"embedding_dim": 8}},
-            "plan": {"sharding_types": ["row_wise"]},
-            "train": {"batch_size": 13, "epochs": 3, "precision": "fp32", "dense_optimizer": {"name": "sgd"}},
-        },
-    )
-    file.write_text(yaml.safe_dump(values))
-    launch(file, "run", "-j", "2x1")
-    assert "on 2 x cpu" in distembed("logs", "run") and "succeeded" in status("run")
-    distembed("train", file, "--run-dir", "alone")
-    found, expected = metrics_of("run"), metrics_of("alone")
-    assert found.keys() == expected.keys() and found["rows"] == NUM_USERS
-    for name, value in expected.items():
-        assert found[name] == (pytest.approx(value, abs=2e-2) if isinstance(value, float) else value), name

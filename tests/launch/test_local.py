@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.launch.conftest import wait_until
+from tests.launch.conftest import processes, wait_until
 from tests.small_runs import config_values, write_dataset
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow, pytest.mark.distributed]
@@ -39,19 +39,6 @@ def launched(config: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     yield process
     process.kill()
     process.communicate()
-
-
-def processes(run: Path) -> dict[int, list[str]]:
-    """Launchers and ranks of a run, by their process ids."""
-    found = {}
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (process / "cmdline").read_bytes().decode().split("\0")
-        except OSError:
-            continue
-        if str(run) in words and "launch" not in words:
-            found[int(process.name)] = words
-    return found
 
 
 def wait_for_steps(run: Path) -> None:

@@ -84,14 +84,6 @@ def test_wrong_settings_are_refused() -> None:
         assert refused.returncode == 1 and message in refused.stderr
 
 
-def test_what_it_does_not_know_it_explains() -> None:
-    for arguments in ((), ("--help",)):
-        done = MiniSlurm({})(*arguments)
-        assert done.returncode == 2 and "tests/launch/mini_slurm.sh up" in done.stdout
-    done = MiniSlurm({})("kill-node", "mini9")
-    assert done.returncode == 1 and "mini1 mini2" in done.stderr
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
 def test_a_folder_of_somebody_else_is_not_trusted(tmp_path: Path) -> None:
     folder, link = tmp_path / "folder", tmp_path / "link"
@@ -103,8 +95,3 @@ def test_a_folder_of_somebody_else_is_not_trusted(tmp_path: Path) -> None:
             refused = MiniSlurm({"MINI_SLURM_DIR": str(place)})(command)
             assert refused.returncode == 1 and message in refused.stderr
     assert not list(folder.iterdir())
-
-
-def test_where_it_lies_does_not_depend_on_a_variable_that_sudo_drops(tmp_path: Path) -> None:
-    said = MiniSlurm({"MINI_SLURM_DIR": "", "TMPDIR": str(tmp_path)})("env")
-    assert said.stdout == "export SLURM_CONF=/tmp/mini-slurm/etc/slurm.conf\n"

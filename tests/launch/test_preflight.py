@@ -15,6 +15,7 @@ from torchx import specs
 from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import Manifest
 from distembed.planning.devices import Cluster, find_device
+from distembed.reports.plan import assessment
 from distembed.reports.plan.assessment import assess_capacity
 from distembed.training.config import Config, validate
 from launch.apps.request import ElasticRequest, parse_shape
@@ -118,8 +119,8 @@ def test_a_plan_that_does_not_fit_is_refused_with_its_numbers(tmp_path: Path) ->
         ("64GiB", "ok", "of 64.00 GiB a rank"),
         ("64KiB", "wrong", "does not fit 2 x 4 custom (else l4-24gb): without any tables each rank needs"),
     ):
-        assessment = assess_capacity(config, Cluster(find_device(f"memory={memory}"), 2, 4))
-        finding = check_capacity(assessment, parse_shape("2x4"))
+        found = assess_capacity(config, Cluster(find_device(f"memory={memory}"), 2, 4))
+        finding = check_capacity(found, parse_shape("2x4"))
         assert finding.status == status and "2 x 4" in finding.detail and said in finding.detail
 
 
@@ -190,9 +191,21 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     return validate({"data": {"path": str(folder)}, "train": {"batch_size": 64}}, "the test")
 
 
+ASSESSED: dict[tuple[str, Cluster], assessment.Assessment] = {}
+"""By configs and clusters: the search for a plan takes a second."""
+
+
+def assess_once(config: Config, cluster: Cluster) -> assessment.Assessment:
+    key = config.to_yaml(), cluster
+    if key not in ASSESSED:
+        ASSESSED[key] = assess_capacity(config, cluster)
+    return ASSESSED[key]
+
+
 @pytest.fixture
-def dry(config: Config, tmp_path: Path) -> Dry:
+def dry(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Dry:
     """What a dry run says; ``code`` is its exit code."""
+    monkeypatch.setattr(assessment, "assess_capacity", assess_once)
 
     def run(scheduler: str, code: int = 0, **values: Any) -> str:
         said: list[str] = []

@@ -133,27 +133,6 @@ def test_a_job_that_is_cancelled_saves_what_it_has_however_long_that_takes(
     assert described(scheduler, job_id).state == AppState.CANCELLED
 
 
-@pytest.mark.slurm
-@pytest.mark.parametrize("reason", ["pending", "no folder", "again"])
-def test_what_cannot_be_told_is_cancelled_at_once(scheduler: SlurmScheduler, tmp_path: Path, reason: str) -> None:
-    command = "trap '' TERM; touch started; sleep 60"
-    nodes = {"num_replicas": 2} if reason == "pending" else {}
-    if reason == "pending":
-        submit(scheduler, app("sleep 60", resource=Resource(cpu=4, gpu=0, memMB=100)))
-    job_id = submit(scheduler, app(command, metadata={GRACE_SECONDS: 600}, **nodes), log_dir="logs")
-    if reason != "pending":
-        wait_for_text(tmp_path / "started", "")
-    if reason == "no folder":
-        (tmp_path / "logs").rename(tmp_path / "moved")
-    scheduler.cancel(job_id)
-    if reason == "again":
-        response = described(scheduler, job_id)
-        assert (response.state, response.msg) == (AppState.RUNNING, "RUNNING (told to end)")
-        scheduler.cancel(job_id)
-    response = wait_for(scheduler, job_id, seconds=30)
-    assert response.state == AppState.CANCELLED and "told to end" not in response.msg
-
-
 def test_jobs_that_there_are_not_and_refusals_are_told(scheduler: SlurmScheduler) -> None:
     assert scheduler.describe("987654") is None
     assert not scheduler.exists("987654")
@@ -189,25 +168,6 @@ def test_failures_and_interruptions(scheduler: SlurmScheduler, tmp_path: Path) -
     assert response.state == AppState.FAILED
     assert response.num_restarts == 2
     assert "all used" in messages(scheduler, job_id)
-
-
-@pytest.mark.slurm
-def test_a_warned_job_goes_on_later(scheduler: SlurmScheduler, tmp_path: Path) -> None:
-    program = (
-        "import os, signal, sys, time\n"
-        "if os.path.exists('saved'): print('went on'); sys.exit()\n"
-        "def save(*_): open('saved', 'w').write('x'); sys.exit(1)\n"
-        "signal.signal(signal.SIGUSR1, save)\n"
-        "open('ready', 'w').write('x'); time.sleep(60)\n"
-    )
-    job_id = submit(scheduler, app("", entrypoint="python3", args=["-c", program], num_replicas=1))
-    wait_for_text(tmp_path / "ready", "x")
-    # what Slurm itself does some seconds before the time limit
-    subprocess.run(["scancel", "--batch", "--signal=USR1", job_id], check=True)
-    wait_for_text(tmp_path / "saved", "x")
-    response = wait_for(scheduler, job_id)
-    assert response.state == AppState.SUCCEEDED, messages(scheduler, job_id)
-    assert "went on\n" in lines(scheduler, job_id)
 
 
 def shadow(folder: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,44 +209,6 @@ def test_without_the_controller(scheduler: SlurmScheduler, tmp_path: Path, monke
     assert job_id in {listed.app_id for listed in scheduler.list()}
     with pytest.raises(RunError, match="Unable to contact"):
         scheduler.describe("987654")
-
-
-@pytest.mark.slurm
-def test_a_dead_node_s_job_is_requeued(scheduler: SlurmScheduler, slurm: MiniSlurm, tmp_path: Path) -> None:
-    command = "echo start; touch started; while [[ ! -e finish ]]; do sleep 0.1; done; echo end"
-    job_id = submit(scheduler, app(command, num_replicas=2))
-    wait_for_text(tmp_path / "started", "")
-    slurm.kill_node("mini2")
-    try:
-        response = wait_for(scheduler, job_id, AppState.PENDING)
-        assert response.state == AppState.PENDING, response.msg
-    finally:
-        slurm.start_node("mini2")
-    (tmp_path / "finish").touch()
-    response = wait_for(scheduler, job_id)
-    assert response.state == AppState.SUCCEEDED, messages(scheduler, job_id)
-    assert response.num_restarts == 1
-    printed = [line for line in lines(scheduler, job_id) if not line.startswith("slurmstepd")]
-    assert printed == ["start\n", "start\n", "end\n"]
-
-
-@pytest.mark.slurm
-def test_an_elastic_job_outlives_a_node(scheduler: SlurmScheduler, slurm: MiniSlurm, tmp_path: Path) -> None:
-    command = "touch started-$SLURM_PROCID; while [[ ! -e finish ]]; do sleep 0.1; done; echo end"
-    job_id = submit(scheduler, app(command, num_replicas=2, min_replicas=1))
-    for k in range(2):
-        wait_for_text(tmp_path / f"started-{k}", "")
-    slurm.kill_node("mini2")
-    try:
-        wait_for_text(scheduler.log_file(job_id), "Node failure on mini2")
-        assert described(scheduler, job_id).state == AppState.RUNNING
-        (tmp_path / "finish").touch()
-        response = wait_for(scheduler, job_id)
-    finally:
-        slurm.start_node("mini2")
-    assert response.state == AppState.SUCCEEDED, messages(scheduler, job_id)
-    assert response.num_restarts == 0
-    assert lines(scheduler, job_id) == ["end\n"]
 
 
 @pytest.mark.slurm

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchx.specs import AppState, is_terminal
 
@@ -18,6 +18,7 @@ from launch.schedulers.slurm.states import STATES, FollowedJobs, app_state, log_
 from launch.schedulers.slurm.submission import cancel, expected_start, submit
 
 
+@settings(max_examples=25)
 @given(st.text(max_size=20), st.sampled_from(sorted(STATES)))
 def test_every_state_has_an_answer(noise: str, state: str) -> None:
     for expected, states in {
@@ -75,6 +76,8 @@ def controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr("launch.schedulers.slurm.queries.RETRY_SECONDS", 0.01)
     monkeypatch.setattr("launch.schedulers.slurm.queries.PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr("launch.schedulers.slurm.states.ASK_SECONDS", 0.0)
+    monkeypatch.setattr("launch.schedulers.slurm.scheduler.followed_jobs", FollowedJobs())
     return tmp_path
 
 
@@ -110,7 +113,6 @@ def test_one_question_a_while_does_for_all_nodes_that_are_followed(
 def test_a_job_is_followed_while_the_controller_does_not_answer(
     controller: Path, accounted: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("launch.schedulers.slurm.states.ASK_SECONDS", 0.0)
     jobs = FollowedJobs()
     says(controller, "RUNNING")
     assert not jobs.has_ended("7")
@@ -147,7 +149,7 @@ def test_a_controller_that_answers_late_is_waited_for(controller: Path, monkeypa
     assert not FollowedJobs().has_ended("7")
 
 
-@pytest.mark.parametrize("state", sorted(STATES))
+@pytest.mark.parametrize("state", {answer: state for state, answer in STATES.items()}.values())
 def test_an_end_that_only_accounting_knows_of_is_none(controller: Path, state: str) -> None:
     accounts(controller, state)
     answer = FollowedJobs().answer("7")
@@ -162,7 +164,6 @@ def test_an_end_that_only_accounting_knows_of_is_none(controller: Path, state: s
 def test_an_end_that_the_controller_has_told_stays_one(
     controller: Path, accounted: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("launch.schedulers.slurm.states.ASK_SECONDS", 0.0)
     monkeypatch.setattr("launch.schedulers.slurm.states.FOLLOW_PATIENCE_SECONDS", 0.0)
     jobs = FollowedJobs()
     says(controller, "COMPLETED")
@@ -199,7 +200,6 @@ def test_a_controller_that_is_silent_keeps_all_who_ask_waiting_once(
 
 def test_all_who_follow_a_job_describe_it_with_one_question(controller: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("launch.schedulers.slurm.states.ASK_SECONDS", 600.0)
-    monkeypatch.setattr("launch.schedulers.slurm.scheduler.followed_jobs", FollowedJobs())
     says(controller, "RUNNING")
     with ThreadPoolExecutor(64) as threads:
         described = list(threads.map(lambda _: create_scheduler("session").describe("7"), range(64)))
@@ -264,11 +264,7 @@ def test_a_job_that_has_nothing_to_save_or_cannot_be_told_is_cancelled_at_once(c
 
 
 @pytest.mark.parametrize("state", ["RUNNING", "PENDING", "FAILED"])
-def test_a_job_that_was_told_to_end_says_so_until_it_has(
-    controller: Path, state: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("launch.schedulers.slurm.states.ASK_SECONDS", 0.0)
-    monkeypatch.setattr("launch.schedulers.slurm.scheduler.followed_jobs", FollowedJobs())
+def test_a_job_that_was_told_to_end_says_so_until_it_has(controller: Path, state: str) -> None:
     says(controller, state)
     before = create_scheduler("session").describe("7")
     (controller / "slurm-7.cancelled").touch()

@@ -18,16 +18,11 @@ from hypothesis import strategies as st
 import distembed
 from distembed.base.errors import UserError
 from distembed.data.table.values import value_text
-from distembed.serving.model_folder.programs import load_programs
-from distembed.serving.model_folder.reading import read_manifest
 from distembed.serving.raw_predictions import RawInputs, ScoredPiece
 from distembed.serving.requests import RawRequest
 from distembed.serving.row_decoder import batches_of
-from distembed.serving.server.app import make_app
-from distembed.serving.server.batching import ServerSettings
-from distembed.serving.server.scoring import Scorer
 from distembed.training.trained_run import find_trained_run
-from tests.server.asgi import post
+from tests.server.asgi import post, served
 from tests.server.exported_models import exported, trained_run
 
 Row = dict[str, Any]
@@ -50,46 +45,12 @@ SCHEMA: dict[str, Any] = {
     "text": {"missing_values": ["", "NA", "-3"]},
 }
 COLUMNS = [*SCHEMA["dense"], "site", "number", "code", "magnitude", "amount", "genres", "places", "code_list"]
-KNOWN = [
-    "0",
-    "1",
-    "10",
-    "7",
-    "a",
-    "1f",
-    "true",
-    "1e+15",
-    "2.5",
-    "-3",
-    "inf",
-    "9223372036854775807",
-    "18446744073709551616",
-]
+KNOWN = "0 1 10 7 a 1f true 1e+15 2.5 -3 inf 9223372036854775807 18446744073709551616".split()
 """Values that the vocabularies have, as far as they are of the column's kind: a score tells which was read."""
 SINGLE: list[Any] = [
     *(None, True, False, 0, 1, 10, -3, 2**53 + 1, 2**63 - 1, 2**63, 2**64, -(2**63), -(2**63) - 1, 10**40),
     *(0.0, -0.0, 1.0, 2.5, 10.0, 1e10, 1e15, 1e16, 1e39, -1e39, 1e300, 1e-7, 5e-324, math.nan, math.inf, -math.inf),
-    *(
-        "",
-        "0",
-        "00",
-        "10",
-        "1f",
-        "1F",
-        "a",
-        "true",
-        "TRUE",
-        "1e15",
-        "1e39",
-        "2.50",
-        "100",
-        "7.5",
-        "+7",
-        " 7",
-        "7.0",
-        "nan",
-        "inf",
-    ),
+    *("", " 7", *"0 00 10 1f 1F a true TRUE 1e15 1e39 2.50 100 7.5 +7 7.0 nan inf".split()),
     *("NA", "x" * 30, "\ud800", "a\udfff", "é", "\0", "18446744073709551616", "9" * 30, "g|a", "|", "None"),
 ]
 ODD: list[Any] = [*SINGLE, {}, {"a": 1}, [], [[]], [[1]], [{}], ["\ud800"], ["1|f", "a"]]
@@ -121,12 +82,9 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     folder = tmp_path_factory.mktemp("paths")
     run = trained_run(folder, SCHEMA, rows=train_rows())
     model = exported(run, folder / "model")
-    manifest = read_manifest(model)
-    scorer = Scorer(model, manifest, load_programs(model, manifest), 64)
     example = runpy.run_path(str(model / "serving_example.py"))["score"]
-    app = make_app(scorer, ServerSettings())
     loaded, trained = distembed.load(run), find_trained_run(run, None)
-    return SimpleNamespace(model=loaded, run=trained, app=app, example=example, folder=folder)
+    return SimpleNamespace(model=loaded, run=trained, app=served(model), example=example, folder=folder)
 
 
 def by_predict(paths: SimpleNamespace, rows: Any) -> Answers:

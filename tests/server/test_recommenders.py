@@ -6,39 +6,25 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from fastapi import FastAPI
 
 import distembed
-from distembed import LoadedModel
-from distembed.serving.model_folder.programs import load_programs
 from distembed.serving.model_folder.reading import read_manifest
-from distembed.serving.server.app import ARROW_TYPE, make_app
-from distembed.serving.server.batching import ServerSettings
-from distembed.serving.server.scoring import Scorer
+from distembed.serving.server.app import ARROW_TYPE
 from tests.interactions import NUM_ITEMS
-from tests.server.asgi import post, stream
+from tests.server.asgi import post, served, stream
 from tests.server.exported_models import exported
 from tests.serving.test_recommender_rows import session_datasets, session_run, taken_items
 
 BEST = 6
 
 
-def served(run: Path, folder: Path) -> tuple[LoadedModel, FastAPI]:
-    """Returns a run, and the application that serves its export."""
-    model = exported(run, folder / "model", num_best=BEST)
-    manifest = read_manifest(model)
-    scorer = Scorer(model, manifest, load_programs(model, manifest), 4)
-    return distembed.load(run), make_app(scorer, ServerSettings())
-
-
 def recommended(predicted: pa.Table, most: int = BEST) -> dict[str, Any]:
     """Returns what ``predict`` recommends, as the server says it."""
-    return {
-        output: [
-            list(row.values()) for row in predicted.select([f"{name}_{i}" for i in range(1, most + 1)]).to_pylist()
-        ]
-        for output, name in (("items", "item"), ("scores", "score"))
-    }
+    found = {}
+    for output, name in (("items", "item"), ("scores", "score")):
+        columns = predicted.select([f"{name}_{i}" for i in range(1, most + 1)])
+        found[output] = [list(row.values()) for row in columns.to_pylist()]
+    return found
 
 
 def require_like(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -51,7 +37,8 @@ def require_like(found: dict[str, Any], expected: dict[str, Any]) -> None:
 def test_histories_are_answered_with_the_items_that_predict_names(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    model, app = served(session_run(tmp_path_factory, "softmax"), tmp_path)
+    run = session_run(tmp_path_factory, "softmax")
+    model, app = distembed.load(run), served(exported(run, tmp_path / "model", num_best=BEST), most_rows=4)
     rows: list[dict[str, Any]] = [{"item": [f"i{n % NUM_ITEMS}" for n in range(size)]} for size in (1, 2, 9, 3, 12, 5)]
     reply = post(app, rows)
     require_like(reply.json(), recommended(model.predict(rows)))
@@ -70,7 +57,8 @@ def test_histories_are_answered_with_the_items_that_predict_names(
 def test_users_are_answered_without_the_items_that_they_have(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    model, app = served(session_run(tmp_path_factory, "ranking"), tmp_path)
+    run = session_run(tmp_path_factory, "ranking")
+    model, app = distembed.load(run), served(exported(run, tmp_path / "model", num_best=BEST), most_rows=4)
     names = {name: raw_values(tmp_path / "model", name) for name in ("user", "item")}
     taken = taken_items(session_datasets(tmp_path_factory)["ratings"])
     has = {names["user"][user]: {names["item"][item] for item in items} for user, items in taken.items()}

@@ -17,13 +17,11 @@ import pytest
 
 from distembed import LoadedModel
 from distembed.base.errors import UserError
-from distembed.serving.model_folder.programs import load_programs
 from distembed.serving.model_folder.reading import read_manifest
-from distembed.serving.server.app import ARROW_TYPE, make_app
+from distembed.serving.server.app import ARROW_TYPE
 from distembed.serving.server.batching import ServerSettings
-from distembed.serving.server.scoring import Scorer
 from distembed.serving.server.serve import serve
-from tests.server.asgi import post, stream
+from tests.server.asgi import post, served, stream
 from tests.server.exported_models import json_rows, session_int8_shards
 from tests.server.processes import Server, serving
 from tests.small_runs import distembed as command
@@ -165,10 +163,8 @@ def test_addresses_that_are_none_are_refused(model: Path) -> None:
 
 def test_shards_in_int8_are_served(tmp_path_factory: pytest.TempPathFactory, trained: LoadedModel) -> None:
     folder = session_int8_shards(tmp_path_factory)
-    manifest = read_manifest(folder)
-    assert len(manifest.shards) > 1
-    app = make_app(Scorer(folder, manifest, load_programs(folder, manifest), 32), ServerSettings())
+    assert len(read_manifest(folder).shards) > 1
     rows = json_rows(40, seed=6)
-    reply = post(app, rows)
+    reply = post(served(folder, most_rows=32), rows)
     assert reply.status == 200
     assert reply.json()["prediction"] == pytest.approx(trained.predict(rows).tolist(), abs=2e-3)

@@ -88,12 +88,6 @@ def test_rows_are_scored_as_the_prepared_ones(table: Path, model: LoadedModel) -
         np.testing.assert_allclose(model.predict(some), expected[: len(some)], rtol=1e-6)
 
 
-def test_pandas_is_understood_where_there_is_one(table: Path, model: LoadedModel) -> None:
-    pandas = pytest.importorskip("pandas")
-    rows = draw_rows(60, seed=4)
-    assert np.array_equal(model.predict(pandas.DataFrame(rows)), model.predict(rows))
-
-
 def test_values_that_training_has_not_seen_are_those_out_of_the_vocabulary(model: LoadedModel) -> None:
     unseen, unknown = (
         {"site": "nowhere", "number": 5, "code": "123"},
