@@ -390,13 +390,18 @@ def test_each_name_has_to_be_registered_by_a_plugin(tmp_path: Path) -> None:
     ):
         script.write_text(registers + LAUNCH)
         others = ["[]", "[json]", "[other.py]"] if registers else []
-        arguments = [sys.executable, script, *others, *registering]
-        done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, env=ENVIRONMENT)
-        told = done.stdout.splitlines()
-        assert told[len(others) :] == ["accepted"] * len(registering), (registers, told, done.stderr)
+        told = output_of(run_script, script, [*others, *registering]).splitlines()
+        assert told[len(others) :] == ["accepted"] * len(registering), (registers, told)
         assert all("'own' is registered in this process alone" in each for each in told[: len(others)])
         if others:
             assert f"such as plugins=[{tmp_path}/other.py, {script}]." in told[2]
+
+
+def run_script(script: Path, arguments: list[str]) -> None:
+    os.chdir(script.parent)
+    sys.path.insert(0, str(script.parent))
+    sys.argv[1:] = arguments
+    runpy.run_path(str(script), run_name="__main__")
 
 
 def test_installed_packages_name_their_plugins_by_entry_points(tmp_path: Path) -> None:

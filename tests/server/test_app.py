@@ -1,6 +1,7 @@
 """Requests to the application in this process: rows of JSON and Arrow, and what is no request."""
 
 import asyncio
+import itertools
 import json
 import random
 import re
@@ -138,15 +139,14 @@ def test_any_arrow_type_in_any_column_is_scored_or_refused(app: FastAPI) -> None
         pa.UnionArray.from_sparse(pa.array([0, 0, 0], pa.int8()), [pa.array([1, 2, 3])]),
     ]
     statuses = set()
-    for name in ("price", "site", "number", "code", "places"):
-        for column in columns:
-            own = table.set_column(table.column_names.index(name), name, column)
-            for query in ("", "?malformed=null"):
-                reply = post_table(app, own, query)
-                statuses.add(reply.status)
-                assert reply.status in (200, 422), (name, column.type, reply.body)
-                if reply.status == 422:
-                    assert name in reply.json()["error"] or any(name in row["field"] for row in reply.json()["rows"])
+    names = ("price", "site", "number", "code", "places")
+    for (place, name), (number, column) in itertools.product(enumerate(names), enumerate(columns)):
+        own = table.set_column(table.column_names.index(name), name, column)
+        reply = post_table(app, own, "?malformed=null" if (place + number) % 2 else "")
+        statuses.add(reply.status)
+        assert reply.status in (200, 422), (name, column.type, reply.body)
+        if reply.status == 422:
+            assert name in reply.json()["error"] or any(name in row["field"] for row in reply.json()["rows"])
     assert statuses == {200, 422}
 
 

@@ -170,7 +170,7 @@ def drawn_rows(draw: st.DrawFn) -> list[Row]:
     return [{**base, draw(st.sampled_from(columns)): draw(odd_values)} for _ in range(num_rows)]
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(rows=drawn_rows())
 def test_all_paths_give_a_row_one_answer(paths: SimpleNamespace, rows: list[Row]) -> None:
     require_one_answer(paths, rows)
