@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.exported_models import exported, session_model, session_run, two_shards_bytes
+from tests.server.exported_models import session_model, session_run, session_shards
 
 
 @pytest.fixture(scope="session")
@@ -18,6 +18,5 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def shards(run: Path, model: Path) -> Path:
-    """The same in two shards."""
-    return exported(run, run.parent / "shards", server_bytes=two_shards_bytes(model))
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return session_shards(tmp_path_factory)

@@ -7,9 +7,8 @@ from typing import Any, TypeVar
 import pytest
 import yaml
 
+from distembed.serving.export import parity
 from distembed.serving.export.export_run import ExportOptions, export_run
-from distembed.serving.export.parity import SplitRows
-from distembed.serving.model_folder.reading import read_manifest
 from distembed.training.trained_run import find_trained_run
 from tests.serving.arrow_rows import draw_rows, prepare_table
 from tests.small_runs import config_values, distembed
@@ -54,21 +53,20 @@ def session_model(factory: pytest.TempPathFactory) -> Path:
     return once("model", lambda: exported(run, run.parent / "model"))
 
 
-def two_shards_bytes(model: Path) -> int:
-    """Returns the memory of servers of which two hold the tables of a model."""
-    return sum(table.bytes for table in read_manifest(model).tables) * 3 // 5
+SERVER_BYTES = 800
+"""Memory of servers of which two hold the tables of the shared run in int8."""
 
 
-def session_int8_shards(factory: pytest.TempPathFactory) -> Path:
-    """Returns an export of the session's run with shards of partitions in int8.
+def session_shards(factory: pytest.TempPathFactory) -> Path:
+    """Returns an export of the shared run with shards of partitions in int8.
 
-    It is compared on made-up rows: among few rows, two that change places are more of the AUC than is allowed.
+    Among its few rows, two that change places are more of the AUC than is allowed.
     """
     run = session_run(factory)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(SplitRows, "find", lambda _: None)
-        options: dict[str, Any] = {"precision": "int8", "materialise": "never", "server_bytes": 800}
-        return once("int8", lambda: exported(run, run.parent / "int8", **options))
+        patched.setattr(parity, "require_close_metric", lambda *_: None)
+        options: dict[str, Any] = {"precision": "int8", "materialise": "never", "server_bytes": SERVER_BYTES}
+        return once("shards", lambda: exported(run, run.parent / "shards", **options))
 
 
 def json_rows(num_rows: int, seed: int = 0) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from distembed.serving.server.app import ARROW_TYPE
 from distembed.serving.server.batching import ServerSettings
 from distembed.serving.server.serve import serve
 from tests.server.asgi import post, served, stream
-from tests.server.exported_models import json_rows, session_int8_shards
+from tests.server.exported_models import json_rows, session_shards
 from tests.server.processes import Server, serving
 from tests.small_runs import distembed as command
 
@@ -162,7 +162,7 @@ def test_addresses_that_are_none_are_refused(model: Path) -> None:
 
 
 def test_shards_in_int8_are_served(tmp_path_factory: pytest.TempPathFactory, trained: LoadedModel) -> None:
-    folder = session_int8_shards(tmp_path_factory)
+    folder = session_shards(tmp_path_factory)
     assert len(read_manifest(folder).shards) > 1
     rows = json_rows(40, seed=6)
     reply = post(served(folder, most_rows=32), rows)

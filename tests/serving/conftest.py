@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from distembed.data.prepare import CriteoOptions, prepare_criteo
+from tests.commands import in_this_process
 from tests.criteo_runs import criteo_run, write_lines
 from tests.serving.arrow_rows import draw_rows, prepare_table
 from tests.small_runs import config_values, distembed
@@ -23,7 +24,7 @@ def criteo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = write_lines(folder / "many.tsv", NUM_LINES, seed=1)
     prepare_criteo([lines], folder / "many", CriteoOptions(split="none", vocabulary=run))
     output = folder / "expected.parquet"
-    distembed("predict", run, "--data", folder / "many", "--split", "train", "--output", output)
+    in_this_process("predict", run, "--data", folder / "many", "--split", "train", "--output", output)
     return folder
 
 
@@ -34,6 +35,6 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prepare_table(draw_rows(NUM_ROWS), folder / "dataset")
     (folder / "config.yaml").write_text(yaml.safe_dump(config_values(folder / "dataset")))
     distembed("train", folder / "config.yaml", "train.max_steps=3", "--run-dir", folder / "run")
-    distembed("predict", folder / "run", "--output", folder / "expected.parquet")
+    in_this_process("predict", folder / "run", "--output", folder / "expected.parquet")
     (folder / "dataset").rename(folder / "away")  # all that is needed is in the run
     return folder

@@ -15,6 +15,7 @@ import pytest
 
 from distembed.base.errors import UserError
 from distembed.commands import cli
+from tests.commands import in_this_process as command
 from tests.serving.arrow_rows import draw_rows
 from tests.serving.conftest import NUM_LINES, NUM_ROWS
 from tests.small_runs import distembed
@@ -47,13 +48,13 @@ def test_rows_without_labels_and_in_other_order_have_the_same_predictions(criteo
     bare = "".join(lines[i].partition("\t")[2] + "\n" for i in order)
     with gzip.open(tmp_path / "bare.tsv.gz", "wt") as file:
         file.write(bare)
-    distembed("predict", criteo / "run", "--input", tmp_path / "bare.tsv.gz", "--output", tmp_path / "bare.parquet")
+    command("predict", criteo / "run", "--input", tmp_path / "bare.tsv.gz", "--output", tmp_path / "bare.parquet")
     np.testing.assert_allclose(predictions(tmp_path / "bare.parquet"), expected[order], rtol=1e-6)
 
 
 def test_malformed_rows_have_null_predictions_and_are_counted(criteo: Path, tmp_path: Path) -> None:
     lines = (criteo / "many.tsv").read_text().splitlines()[:60]
-    distembed("predict", criteo / "run", "--input", _written(tmp_path / "few.tsv", lines), "-o", tmp_path / "few.csv")
+    command("predict", criteo / "run", "--input", _written(tmp_path / "few.tsv", lines), "-o", tmp_path / "few.csv")
     expected = predictions(tmp_path / "few.csv")
     assert len(expected) == 60 and not np.isnan(expected).any()
     broken = [*lines]
@@ -62,10 +63,10 @@ def test_malformed_rows_have_null_predictions_and_are_counted(criteo: Path, tmp_
     broken[59] = lines[59] + "g"
     raw = _written(tmp_path / "broken.tsv", broken)
     arguments = ("predict", criteo / "run", "--input", raw, "--key", "C26", "-o")
-    refused = distembed(*arguments, tmp_path / "no.csv", code=2)
+    refused = command(*arguments, tmp_path / "no.csv", code=2)
     assert "3 of 60 rows are malformed (columns 1, dense 1, id 1)" in refused.stderr
     assert f"{raw}:60: id" in refused.stderr and not (tmp_path / "no.csv").exists()
-    done = distembed(*arguments, tmp_path / "broken.parquet", "--max-rejected", "0.05")
+    done = command(*arguments, tmp_path / "broken.parquet", "--max-rejected", "0.05")
     assert "60 predictions, of which 3 are null for malformed rows (columns 1, dense 1, id 1)" in done.stdout
     found = predictions(tmp_path / "broken.parquet")
     assert np.flatnonzero(np.isnan(found)).tolist() == [0, 7, 59]
@@ -101,7 +102,7 @@ def test_files_of_any_kind_are_scored(
     rows = draw_rows(NUM_ROWS)[-len(expected) :]
     write(rows, tmp_path / name)
     arguments = ("predict", table / "run", "--input", tmp_path / name, "--key", "unused", "--key", "site")
-    distembed(*arguments, "--output", tmp_path / "found.parquet")
+    command(*arguments, "--output", tmp_path / "found.parquet")
     assert np.array_equal(predictions(tmp_path / "found.parquet"), expected)
     found = pq.read_table(tmp_path / "found.parquet")
     assert found["unused"].to_pylist() == [row["unused"] for row in rows]
@@ -111,12 +112,12 @@ def test_files_of_any_kind_are_scored(
 def test_no_rows_give_no_predictions(table: Path, tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(draw_rows(3)).slice(0, 0), tmp_path / "none.parquet")
     arguments = ("predict", table / "run", "--input", tmp_path / "none.parquet", "--key", "site")
-    done = distembed(*arguments, "--output", tmp_path / "found.parquet")
+    done = command(*arguments, "--output", tmp_path / "found.parquet")
     found = pq.read_table(tmp_path / "found.parquet")
     assert "0 predictions" in done.stdout and found.num_rows == 0 and found.column_names == ["site", "prediction"]
 
 
-def in_this_process(*arguments: object) -> None:
+def refused(*arguments: object) -> None:
     cli.app([str(each) for each in arguments], standalone_mode=False)
 
 
@@ -148,15 +149,15 @@ def test_what_can_not_be_scored_is_refused(table: Path, tmp_path: Path) -> None:
     ]
     for arguments, said in cases:
         with pytest.raises(UserError, match=re.escape(said)):
-            in_this_process("predict", table / "run", *arguments, "--output", output)
+            refused("predict", table / "run", *arguments, "--output", output)
         assert not output.exists(), arguments
     rows = tmp_path / "rows.parquet"
     with pytest.raises(UserError, match="is an input, which it would replace"):
-        in_this_process("predict", table / "run", "--input", tmp_path, "-o", rows, "--overwrite")
+        refused("predict", table / "run", "--input", tmp_path, "-o", rows, "--overwrite")
     assert pq.read_table(rows).num_rows == 5
     done = distembed("predict", table / "run", "--input", tmp_path / "lacks.parquet", "-o", output, ranks=2, code=2)
     assert "no column 'code'" in done.stderr and "Traceback" not in done.stderr
     arguments = ("--input", tmp_path / "rows.parquet", "--key", "places", "-o", tmp_path / "found.csv")
     with pytest.raises(UserError, match=".csv does not hold key columns"):
-        in_this_process("predict", table / "run", *arguments)
+        refused("predict", table / "run", *arguments)
     assert not (tmp_path / "found.csv").exists()

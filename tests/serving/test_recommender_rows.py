@@ -12,9 +12,10 @@ import distembed
 from distembed import LoadedModel
 from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import Manifest
+from tests.commands import in_this_process as command
 from tests.interactions import prepare
 from tests.server.exported_models import once
-from tests.small_runs import distembed as command
+from tests.small_runs import distembed as forked
 from tests.training.test_recommenders import write_config
 
 
@@ -34,7 +35,7 @@ def session_run(factory: pytest.TempPathFactory, kind: str) -> Path:
 
     def make() -> Path:
         config = write_config(folder / f"{kind}.yaml", kind, datasets)
-        command("train", config, "train.max_steps=2", "--run-dir", folder / kind)
+        forked("train", config, "train.max_steps=2", "--run-dir", folder / kind)
         return folder / kind
 
     return once(kind, make)
@@ -101,7 +102,7 @@ def test_users_get_the_best_items_that_they_do_not_have(runs: Path, tmp_path: Pa
     rows = [{"user": users[user]} for user in asked]
     (tmp_path / "users.csv").write_text("".join(f"{name}\n" for name in ["user", *(row["user"] for row in rows)]))
     output = tmp_path / "found.parquet"
-    command("predict", runs / "ranking", "--input", tmp_path / "users.csv", "--output", output, ranks=ranks)
+    forked("predict", runs / "ranking", "--input", tmp_path / "users.csv", "--output", output, ranks=ranks)
     for found in (model.predict(rows), pq.read_table(output)):
         assert found["user"].to_pylist() == [row["user"] for row in rows]
         for row in range(len(asked)):
