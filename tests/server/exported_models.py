@@ -10,8 +10,9 @@ import yaml
 from distembed.serving.export import parity
 from distembed.serving.export.export_run import ExportOptions, export_run
 from distembed.training.trained_run import find_trained_run
+from tests.commands import in_this_process
 from tests.serving.arrow_rows import draw_rows, prepare_table
-from tests.small_runs import config_values, distembed
+from tests.small_runs import config_values
 
 NUM_ROWS = 300
 T = TypeVar("T")
@@ -32,7 +33,7 @@ def trained_run(
     """Prepares rows as ``dataset``, trains for three steps, and returns the run's folder."""
     prepare_table(rows or draw_rows(NUM_ROWS), folder / "dataset", schema)
     (folder / "config.yaml").write_text(yaml.safe_dump({**config_values(folder / "dataset"), **sections}))
-    distembed("train", folder / "config.yaml", "train.max_steps=3", "--run-dir", folder / "run")
+    in_this_process("train", folder / "config.yaml", "train.max_steps=3", "--run-dir", folder / "run")
     return folder / "run"
 
 

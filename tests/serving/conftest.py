@@ -9,7 +9,7 @@ from distembed.data.prepare import CriteoOptions, prepare_criteo
 from tests.commands import in_this_process
 from tests.criteo_runs import criteo_run, write_lines
 from tests.serving.arrow_rows import draw_rows, prepare_table
-from tests.small_runs import config_values, distembed
+from tests.small_runs import config_values
 
 NUM_LINES = 8192 + 500
 """Rows of more than one batch."""
@@ -34,7 +34,7 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("table")
     prepare_table(draw_rows(NUM_ROWS), folder / "dataset")
     (folder / "config.yaml").write_text(yaml.safe_dump(config_values(folder / "dataset")))
-    distembed("train", folder / "config.yaml", "train.max_steps=3", "--run-dir", folder / "run")
+    in_this_process("train", folder / "config.yaml", "train.max_steps=3", "--run-dir", folder / "run")
     in_this_process("predict", folder / "run", "--output", folder / "expected.parquet")
     (folder / "dataset").rename(folder / "away")  # all that is needed is in the run
     return folder

@@ -35,7 +35,7 @@ def session_run(factory: pytest.TempPathFactory, kind: str) -> Path:
 
     def make() -> Path:
         config = write_config(folder / f"{kind}.yaml", kind, datasets)
-        forked("train", config, "train.max_steps=2", "--run-dir", folder / kind)
+        command("train", config, "train.max_steps=2", "--run-dir", folder / kind)
         return folder / kind
 
     return once(kind, make)
