@@ -65,10 +65,8 @@ def test_the_example_scores_the_sample_and_raw_rows_as_the_trainer_with_torch_al
     for folder, sample in zip((model, shards), samples, strict=True):
         drawn = draw_rows(NUM_ROWS)[-len(sample["rows"]) :]
         given.append([str(folder), [raw(row, own) for row, own in zip(sample["rows"], drawn, strict=True)]])
-    done = subprocess.run(
-        [python, "-I", "-c", PROGRAM],
-        **{"input": json.dumps(given), "env": {"OMP_NUM_THREADS": "1"}, "capture_output": True, "text": True},
-    )
+    command, variables = [python, "-I", "-c", PROGRAM], {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, input=json.dumps(given), capture_output=True, text=True, env=variables)
     assert done.returncode == 0, done.stdout + done.stderr
     reasons, version, scores = json.loads(done.stdout)
     assert reasons == {name: f"No module named '{name}'" for name in NOT_THERE} and version.startswith("2.")
