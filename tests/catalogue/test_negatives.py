@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
@@ -62,6 +62,7 @@ def test_log_probabilities_are_those_of_the_draws(exponent: float) -> None:
         np.testing.assert_allclose(found[user, allowed], weights[allowed] / weights[allowed].sum(), rtol=1e-5)
 
 
+@settings(max_examples=30)
 @given(seed=st.integers(0, 2**63), step=st.integers(0, 2**40), cut=st.integers(0, 9))
 def test_ranks_together_draw_what_one_draws(seed: int, step: int, cut: int) -> None:
     negatives, users = draws(0.5, seed, some_items()), torch.arange(9) % 7

@@ -110,8 +110,10 @@ def test_queries_in_bfloat16_have_gradients_in_it() -> None:
     assert vectors.grad is not None and vectors.grad.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("scheme", ["naive", "quotient_remainder", "mixed_radix"])
+@pytest.mark.parametrize(
+    ("scheme", "dtype"),
+    [("naive", torch.float32), ("quotient_remainder", torch.bfloat16), ("mixed_radix", torch.float32)],
+)
 def test_nothing_waits_for_a_device(scheme: str, dtype: torch.dtype) -> None:
     """Tensors of the meta device raise where a value is looked at, or where they meet others."""
     table, meta = make_table(scheme, "product"), torch.device("meta")

@@ -5,8 +5,8 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from glob import glob
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,26 @@ class Forked:
 
 def _apply(_: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     function(*arguments)
+
+
+def wait_for_ever(source: Path) -> None:
+    """Says by a file beside the source that this process waits for its end."""
+    source.with_name("stuck").touch()
+    time.sleep(600)
+
+
+@contextmanager
+def hanging(source: Path, function: Callable[..., None], *arguments: Any) -> Iterator[None]:
+    """Within the block a process has called :func:`wait_for_ever`; at the end it is killed."""
+    process, stuck = Forked(function, *arguments), source.with_name("stuck")
+    try:
+        while not stuck.exists():
+            assert process.poll() is None
+            time.sleep(0.01)
+        stuck.unlink()
+        yield
+    finally:
+        process.kill()
 
 
 def start(code: str, *arguments: object) -> "subprocess.Popen[bytes]":

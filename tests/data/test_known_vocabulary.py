@@ -31,9 +31,17 @@ FIRST, SECOND, THIRD = (random_rows(count, seed) for count, seed in ((120, 1), (
 
 
 def prepare(
-    rows: list[Row], output: Path, known: Path | None = None, grow: bool = False, split: str = "none"
+    rows: list[Row], output: Path, known: Path | str | None = None, grow: bool = False, split: str = "none"
 ) -> Manifest:
     return prepare_rows(PythonRows(LAYOUT, [rows]), output, PrepareOptions(split, vocabulary=known, grow=grow))
+
+
+@pytest.fixture(scope="module")
+def first_day(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The dataset of the first rows."""
+    folder = tmp_path_factory.mktemp("known") / "first"
+    prepare(FIRST, folder)
+    return folder
 
 
 def counts(rows: list[Row], column: KeyColumn) -> Counter:
@@ -46,22 +54,21 @@ def check_ids(dataset: Path, rows: list[Row], values: dict[str, list]) -> None:
             assert got[name] == any_rows.ids(row, column, values[name]), name
 
 
-def test_ids_are_applied(tmp_path: Path) -> None:
-    prepare(FIRST, tmp_path / "first")
-    manifest = prepare(SECOND, tmp_path / "second", tmp_path / "first")
+def test_ids_are_applied(tmp_path: Path, first_day: Path) -> None:
+    manifest = prepare(SECOND, tmp_path / "second", first_day)
     values = {name: any_rows.vocabulary(FIRST, column) for name, column in KEYS.items()}
     check_ids(tmp_path / "second", SECOND, values)
-    first = Manifest.load(tmp_path / "first")
+    first = Manifest.load(first_day)
     assert manifest.schema == first.schema and manifest.preparation["learnt"] == first.preparation["learnt"]
-    ids = id_fingerprint(tmp_path / "first", first)
+    ids = id_fingerprint(first_day, first)
     assert id_fingerprint(tmp_path / "second", manifest) == ids == manifest.preparation["base"]["id_fingerprint"]
     for name, column in KEYS.items():
         unseen = {value: count for value, count in counts(SECOND, column).items() if value not in values[name]}
         entry = manifest.vocabularies[name]
         assert (entry.num_dropped, entry.rows_dropped) == (len(unseen), sum(unseen.values()))
     # applied to its own rows, all is as it was
-    prepare(FIRST, tmp_path / "again", tmp_path / "first")
-    before, after = folder_bytes(tmp_path / "first"), folder_bytes(tmp_path / "again")
+    prepare(FIRST, tmp_path / "again", first_day)
+    before, after = folder_bytes(first_day), folder_bytes(tmp_path / "again")
     assert all(before[name] == after[name] for name in before if name != "manifest.json") and len(before) == len(after)
 
 
@@ -92,18 +99,9 @@ def test_ids_grow_behind_the_known_ones(tmp_path: Path) -> None:
     assert third == first
 
 
-def test_only_training_rows_grow_a_vocabulary(tmp_path: Path) -> None:
-    prepare(FIRST, tmp_path / "first")
-    prepare(THIRD, tmp_path / "out", tmp_path / "first", grow=True, split="0.5,0,0.5")
-    column = KEYS["user"]
-    values = any_rows.vocabulary(THIRD[:75], column, any_rows.vocabulary(FIRST, column))
-    assert [key for _, key, _ in read_vocabulary(tmp_path / "out", "user")] == values
-
-
 @pytest.mark.parametrize("grow", [False, True])
-def test_values_out_of_vocabulary_are_counted_in_every_split(tmp_path: Path, grow: bool) -> None:
-    prepare(FIRST, tmp_path / "first")
-    manifest = prepare(THIRD, tmp_path / "out", tmp_path / "first", grow, split="1/3,1/3,1/3")
+def test_values_out_of_vocabulary_are_counted_in_every_split(tmp_path: Path, first_day: Path, grow: bool) -> None:
+    manifest = prepare(THIRD, tmp_path / "out", first_day, grow, split="1/3,1/3,1/3")
     splits = {"train": THIRD[:50], "validation": THIRD[50:100], "test": THIRD[100:]}
     for name, column in KEYS.items():
         values = any_rows.vocabulary(FIRST, column)
@@ -115,7 +113,7 @@ def test_values_out_of_vocabulary_are_counted_in_every_split(tmp_path: Path, gro
         entry = manifest.vocabularies[name]
         assert entry.rows_dropped_by_split == expected and entry.rows_dropped == expected["train"], name
         assert Manifest.load(tmp_path / "out").vocabularies[name] == entry
-        assert Manifest.load(tmp_path / "first").vocabularies[name].rows_dropped_by_split is None
+        assert Manifest.load(first_day).vocabularies[name].rows_dropped_by_split is None
     totals = [
         sum((entry.rows_dropped_by_split or {})[split] for entry in manifest.vocabularies.values()) for split in splits
     ]
@@ -126,9 +124,8 @@ def test_values_out_of_vocabulary_are_counted_in_every_split(tmp_path: Path, gro
 
 
 @pytest.mark.parametrize("split", ["validation", "test"])
-def test_rows_may_be_evaluated_only(tmp_path: Path, split: str) -> None:
-    prepare(FIRST, tmp_path / "first")
-    manifest = prepare(SECOND, tmp_path / "out", tmp_path / "first", split=split)
+def test_rows_may_be_evaluated_only(tmp_path: Path, first_day: Path, split: str) -> None:
+    manifest = prepare(SECOND, tmp_path / "out", first_day, split=split)
     assert {name: each.num_rows for name, each in manifest.splits.items()} == {split: len(SECOND)}
     got = read_split(tmp_path / "out", split)
     for name, column in KEYS.items():
@@ -137,23 +134,23 @@ def test_rows_may_be_evaluated_only(tmp_path: Path, split: str) -> None:
         unseen = sum(count for value, count in counts(SECOND, column).items() if value not in values)
         assert manifest.vocabularies[name].rows_dropped_by_split == {split: unseen}
         assert manifest.vocabularies[name].rows_dropped == 0
-    first = Manifest.load(tmp_path / "first")
-    assert id_fingerprint(tmp_path / "out", manifest) == id_fingerprint(tmp_path / "first", first)
+    first = Manifest.load(first_day)
+    assert id_fingerprint(tmp_path / "out", manifest) == id_fingerprint(first_day, first)
     assert dataset_statistics(tmp_path / "out").splits[split].num_rows == len(SECOND)
-    for grow, known in ((False, None), (True, tmp_path / "first")):
+    for grow, known in ((False, None), (True, first_day)):
         with pytest.raises(UserError, match=f"{split}', so that no row trains, and ids are learnt"):
             prepare(SECOND, tmp_path / "refused", known, grow, split)
     assert not (tmp_path / "refused").exists()
 
 
-def test_a_run_stands_for_its_dataset(tmp_path: Path) -> None:
-    manifest = prepare(FIRST, tmp_path / "first")
+def test_a_run_stands_for_its_dataset(tmp_path: Path, first_day: Path) -> None:
+    manifest = Manifest.load(first_day)
     run = tmp_path / "run"
     (run / "dataset").mkdir(parents=True)
-    (run / "dataset" / "vocabulary").symlink_to(tmp_path / "first" / "vocabulary")
+    (run / "dataset" / "vocabulary").symlink_to(first_day / "vocabulary")
     manifest.without_rows().write(run / "dataset")
     prepare(SECOND, tmp_path / "by_run", run)
-    prepare(SECOND, tmp_path / "by_dataset", tmp_path / "first")
+    prepare(SECOND, tmp_path / "by_dataset", first_day)
     assert folder_bytes(tmp_path / "by_run") == folder_bytes(tmp_path / "by_dataset")
 
 
@@ -214,7 +211,7 @@ def command(*arguments: object) -> str:
 
 def test_days_of_criteo_one_after_the_other(tmp_path: Path) -> None:
     """Known ids never change, and one thread or two make the same bytes."""
-    contents = [reference.content(400, seed) for seed in (1, 2)]
+    contents = [reference.content(200, seed) for seed in (1, 2)]
     for day, content in enumerate(contents):
         (tmp_path / f"day{day}.tsv").write_bytes(content)
     prepare_criteo([tmp_path / "day0.tsv"], tmp_path / "0", CriteoOptions(split="none"))
@@ -230,43 +227,41 @@ def test_days_of_criteo_one_after_the_other(tmp_path: Path) -> None:
     for name in manifest.vocabularies:
         before, after = read_vocabulary(tmp_path / "0", name), read_vocabulary(tmp_path / "1", name)
         assert [entry[:2] for entry in after[: len(before)]] == [entry[:2] for entry in before]
-    command(tmp_path / "day1.tsv", "-o", tmp_path / "applied", "--split", "none", "--vocabulary", tmp_path / "0")
-    applied, first = Manifest.load(tmp_path / "applied"), Manifest.load(tmp_path / "0")
-    assert id_fingerprint(tmp_path / "applied", applied) == id_fingerprint(tmp_path / "0", first)
     with pytest.raises(UserError, match="--hash-size"):
         command(tmp_path / "day1.tsv", "-o", tmp_path / "hashed", "--vocabulary", tmp_path / "0", "--hash-size", 50)
 
 
-@pytest.mark.parametrize(("missing", "other"), [("zero", "keep"), ("keep", "zero")])
-def test_criteo_options_that_make_other_values_are_refused(tmp_path: Path, missing: str, other: str) -> None:
+def test_criteo_options_that_make_other_values_are_refused(tmp_path: Path) -> None:
     (tmp_path / "day.tsv").write_bytes(reference.content(50, 1))
-    command(tmp_path / "day.tsv", "-o", tmp_path / "0", "--missing", missing)
-    known = ("--vocabulary", tmp_path / "0")
-    said = f"dense.I1.missing is '{other}' and was '{missing}', .* and 8 more. Give .* --missing"
-    with pytest.raises(UserError, match=said):
-        command(tmp_path / "day.tsv", "-o", tmp_path / "1", *known, "--missing", other)
+    day = tmp_path / "day.tsv"
+    for missing, other in (("zero", "keep"), ("keep", "zero")):
+        command(day, "-o", tmp_path / missing, "--missing", missing)
+        said = f"dense.I1.missing is '{other}' and was '{missing}', .* and 8 more. Give .* --missing"
+        with pytest.raises(UserError, match=said):
+            command(day, "-o", tmp_path / "1", "--vocabulary", tmp_path / missing, "--missing", other)
     assert not (tmp_path / "1").exists()
     # how often values are seen, and how rows are divided, may differ
-    command(tmp_path / "day.tsv", "-o", tmp_path / "1", *known, "--missing", missing, "--min-count", 7)
-    command(tmp_path / "day.tsv", "-o", tmp_path / "2", *known, "--missing", missing, "--split", "test")
+    known = ("--vocabulary", tmp_path / "keep", "--missing", "keep")
+    command(day, "-o", tmp_path / "1", *known, "--min-count", 7)
+    command(day, "-o", tmp_path / "2", *known, "--split", "test")
     with pytest.raises(UserError, match="so that no row trains"):
-        command(tmp_path / "day.tsv", "-o", tmp_path / "3", "--split", "test")
+        command(day, "-o", tmp_path / "3", "--split", "test")
 
 
-def test_the_vocabulary_of_a_url_is_that_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_vocabulary_of_a_url_is_that_of_the_folder(
+    tmp_path: Path, first_day: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for day in (0, 1):
-        (tmp_path / f"day{day}.tsv").write_bytes(reference.content(50, day))
-    command(tmp_path / "day0.tsv", "-o", tmp_path / "0", "--split", "none")
+    url = "flaky://bucket/first"
     with flaky_files(0.02):
-        upload_dataset(tmp_path / "0", "flaky://bucket/first")
-        for place, known in {"folder": tmp_path / "0", "url": "flaky://bucket/first"}.items():
-            command(tmp_path / "day1.tsv", "-o", tmp_path / place, "--split", "none", "--vocabulary", known, "--grow")
+        upload_dataset(first_day, url)
+        for place, known in {"folder": first_day, "url": url}.items():
+            prepare(SECOND, tmp_path / place, known, grow=True)
         with pytest.raises(UserError, match="flaky://bucket/nothing is no dataset"):
-            command(tmp_path / "day1.tsv", "-o", tmp_path / "out", "--vocabulary", "flaky://bucket/nothing")
-        with pytest.raises(UserError, match="in the dataset flaky://bucket/first "):
-            known = ("--vocabulary", "flaky://bucket/first", "--missing", "keep")
-            command(tmp_path / "day1.tsv", "-o", tmp_path / "out", *known)
+            prepare(SECOND, tmp_path / "out", "flaky://bucket/nothing")
+        with pytest.raises(UserError, match=f"the dataset {url} .* has the categorical features site"):
+            rows = PythonRows(layout(KeyColumn("a", "feature", "integer")), [[{"x": 1.0, "a": 1}]])
+            prepare_rows(rows, tmp_path / "out", PrepareOptions("none", vocabulary=url))
     assert folder_bytes(tmp_path / "url") == folder_bytes(tmp_path / "folder")
 
 

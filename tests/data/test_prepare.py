@@ -8,19 +8,23 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import Manifest
-from distembed.data.prepare import CriteoOptions, ProgressUpdate, ResourceLimits, prepare_criteo, write_parquet
+from distembed.data.prepare import (
+    CriteoOptions,
+    ProgressUpdate,
+    ResourceLimits,
+    dataset_warnings,
+    prepare_criteo,
+    write_parquet,
+)
 from distembed.data.prepare.table.criteo_rows import parse_regular
 from distembed.data.prepare.table.source import TableSource
 from distembed.data.prepare.table.text_rows import DelimitedBlock, Dialect
 from distembed.data.reader import BatchOrder, BatchReader
 from distembed.data.table.blocks import ParsedBlock
 from tests.data import reference
-from tests.data.reference import folder_bytes
 from tests.data.table.reference import mutated
 
 SPLITS = ("train", "validation", "test")
@@ -88,12 +92,12 @@ def check_rejected(dataset: Path, manifest: Manifest, expected: list[tuple[str, 
 def test_every_row_is_in_one_split_or_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, min_count: int, newline: bytes
 ) -> None:
-    monkeypatch.setattr(ResourceLimits, "block_bytes", lambda limits, has_lists: 20_000)
-    monkeypatch.setattr(write_parquet, "ROW_GROUP_ROWS", 128)
+    monkeypatch.setattr(ResourceLimits, "block_bytes", lambda limits, has_lists: 10_000)
+    monkeypatch.setattr(write_parquet, "ROW_GROUP_ROWS", 64)
     files = {
-        "day_2": reference.content(700, 1, malformed=0.05, newline=newline),
-        "day_10": reference.content(500, 2, malformed=0.01, short=0.2, newline=newline).removesuffix(newline),
-        "day_11": reference.content(300, 3, newline=newline),
+        "day_2": reference.content(350, 1, malformed=0.05, newline=newline),
+        "day_10": reference.content(250, 2, malformed=0.01, short=0.2, newline=newline).removesuffix(newline),
+        "day_11": reference.content(150, 3, newline=newline),
     }
     for name, content in files.items():
         (tmp_path / "in").mkdir(exist_ok=True)
@@ -133,18 +137,11 @@ def check_block(text: bytes) -> ParsedBlock:
     return block
 
 
-@settings(max_examples=30)
-@given(st.lists(st.tuples(st.integers(0, 2**32), st.sampled_from(["good", "short", "malformed"])), max_size=12))
-def test_a_block_is_parsed_as_its_lines_are(drawn: list[tuple[int, str]]) -> None:
-    makers = {"good": reference.good_line, "short": reference.short_ids_line, "malformed": reference.malformed_line}
-    check_block(b"".join(makers[kind](random.Random(seed)) + b"\n" for seed, kind in drawn) or b"\n")
-
-
 @pytest.mark.parametrize(
-    ("num_inputs", "seed"), [(80, 0), *(pytest.param(1000, seed, marks=pytest.mark.slow) for seed in range(1, 6))]
+    ("num_inputs", "seed"), [(40, 0), *(pytest.param(1000, seed, marks=pytest.mark.slow) for seed in range(1, 6))]
 )
 def test_mutated_rows_are_kept_or_rejected(num_inputs: int, seed: int) -> None:
-    """Some blocks are regular still, and are parsed to the bit as beside a row that is not."""
+    """So are others; some blocks are regular, and are parsed to the bit as beside a row that is not."""
     rng = random.Random(seed)
     num_regular = num_rejected = 0
     for number in range(num_inputs):
@@ -182,23 +179,10 @@ def test_integers_of_64_bits_are_dense_values_and_others_malformed(value: int | 
         assert [row.reason for row in block.rejected] == ["dense"]
 
 
-def test_bytes_depend_on_rows_and_options_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write_parquet, "ROW_GROUP_ROWS", 1000)
-    source = tmp_path / "rows.tsv"
-    source.write_bytes(reference.content(5000, 4, malformed=0.002, short=0.01))
-    prepare_criteo([source], tmp_path / "once")
-    monkeypatch.setattr(ResourceLimits, "block_bytes", lambda limits, has_lists: 30_011)
-    monkeypatch.setattr(ResourceLimits, "counting_bytes", 1)
-    prepare_criteo([source], tmp_path / "blocks", limits=ResourceLimits(320 << 20, threads=5))
-    first = folder_bytes(tmp_path / "once")
-    assert len(first) == 1 + 1 + 1 + 26 + 2 + 1 + 1
-    assert folder_bytes(tmp_path / "blocks") == first
-
-
 @pytest.mark.parametrize("days", [(1, 2, 10), (8,)])
 def test_days(tmp_path: Path, days: tuple[int, ...]) -> None:
     """A file is a day; a single file is seven of them."""
-    files = {f"day_{day}": reference.content(705 + day, day, malformed=0.01) for day in days}
+    files = {f"day_{day}": reference.content(215 + day, day, malformed=0.01) for day in days}
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     prepare_criteo([tmp_path / name for name in files], tmp_path / "out", CriteoOptions(split="days", max_rejected=0.1))
@@ -220,8 +204,8 @@ def test_missing_integers_are_kept(tmp_path: Path, short: float) -> None:
     """They are null where the text is empty, in both ways of parsing; all else is as with zeros in their place."""
     text = reference.content(200, seed=3, short=short)
     (tmp_path / "a.tsv").write_bytes(text)
-    kept = prepare_criteo([tmp_path / "a.tsv"], tmp_path / "kept", CriteoOptions(missing="keep"))
-    zeros = prepare_criteo([tmp_path / "a.tsv"], tmp_path / "zeros")
+    kept = prepare_criteo([tmp_path / "a.tsv"], tmp_path / "kept", CriteoOptions(missing="keep", hash_size=50))
+    zeros = prepare_criteo([tmp_path / "a.tsv"], tmp_path / "zeros", CriteoOptions(hash_size=50))
     assert kept.schema.missing_dense and kept.preparation["missing"] == "keep"
     assert not zeros.schema.missing_dense and "missing" not in zeros.preparation
     fields = [line.split(b"\t")[1:14] for line in reference.lines_of(text)]
@@ -246,78 +230,42 @@ def test_another_kind_of_file_is_not_read_to_its_end(tmp_path: Path, monkeypatch
         prepare_criteo([tmp_path / "a.csv"], tmp_path / "out", limits=ResourceLimits(threads=1))
 
 
-def test_a_file_of_one_endless_line(tmp_path: Path) -> None:
-    (tmp_path / "a.tsv").write_bytes(b"\0" * (20 << 20))
-    with pytest.raises(UserError, match="line of more than"):
-        prepare_criteo([tmp_path / "a.tsv"], tmp_path / "out", limits=ResourceLimits(320 << 20, threads=6))
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"", "has no rows"), (b"\n", "malformed"), (reference.content(1, 1), "training part has no rows")],
+    [
+        (b"", "has no rows"),
+        (b"\n", "malformed"),
+        (reference.content(1, 1), "training part has no rows"),
+        (
+            reference.content(500, 3, malformed=0.05),
+            r"(?s)of 500 rows are malformed(?=.*a\.tsv:)(?=.*columns)(?=.*label)(?=.*dense)(?=.*id).*max_rejected=0.01",
+        ),
+    ],
+    ids=["nothing", "an empty line", "one row", "malformed rows"],
 )
-def test_too_little_input(tmp_path: Path, content: bytes, message: str) -> None:
+def test_too_few_rows_that_are_well_formed(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "a.tsv").write_bytes(content)
     with pytest.raises(UserError, match=message):
         prepare_criteo([tmp_path / "a.tsv"], tmp_path / "out")
-
-
-@pytest.mark.parametrize(
-    ("split", "sizes"),
-    [
-        ("none", {"train": 50}),
-        ("0.7,0,0.3", {"train": 35, "test": 15}),
-        ("0.8,0.2,0", {"train": 40, "validation": 10}),
-        ("0.7,0.2,0.1", {"train": 7, "validation": 2, "test": 1}),  # floating point would make 6 of 0.7
-        ("0.8,0.1,0.1", {"train": 1, "validation": 0, "test": 1}),
-    ],
-)
-def test_shares_are_exact_and_splits_without_a_share_left_out(
-    tmp_path: Path, split: str, sizes: dict[str, int]
-) -> None:
-    (tmp_path / "a.tsv").write_bytes(reference.content(sum(sizes.values()), 1))
-    manifest = prepare_criteo([tmp_path / "a.tsv"], tmp_path / "out", CriteoOptions(split=split))
-    assert {name: each.num_rows for name, each in manifest.splits.items()} == sizes
-    assert all((each.label_rate is None) == (not each.num_rows) for each in manifest.splits.values())
-    assert {path.name for path in (tmp_path / "out").iterdir() if path.is_dir()} == {*sizes, "vocabulary"}
+    assert [path.name for path in tmp_path.iterdir()] == ["a.tsv"]
 
 
 def test_progress_goes_up_to_the_whole(tmp_path: Path) -> None:
-    (tmp_path / "a.tsv").write_bytes(reference.content(1000, 1))
+    (tmp_path / "a.tsv").write_bytes(reference.content(300, 1))
     updates: list[ProgressUpdate] = []
     prepare_criteo([tmp_path / "a.tsv"], tmp_path / "out", progress=updates.append)
     for stage in ("read", "vocabulary", "write"):
         of_stage = [update for update in updates if update.stage == stage]
         assert [u.bytes_done for u in of_stage] == sorted(u.bytes_done for u in of_stage)
-        assert of_stage[-1].bytes_done == of_stage[-1].bytes_total and of_stage[-1].rows_done == 1000
+        assert of_stage[-1].bytes_done == of_stage[-1].bytes_total and of_stage[-1].rows_done == 300
 
 
 def test_real_rows(criteo_sample: Path, tmp_path: Path) -> None:
-    """The first 5,000 real rows, against the independent computation."""
+    """The first 3,000 real rows, against the independent computation; they are ordinary, and not warned of."""
     with gzip.open(criteo_sample) as file:
-        content = b"".join(next(file) for _ in range(5000))
+        content = b"".join(next(file) for _ in range(3000))
     (tmp_path / "real.tsv").write_bytes(content)
-    prepare_criteo([tmp_path / "real.tsv"], tmp_path / "out")
+    notes: list[str] = []
+    manifest = prepare_criteo([tmp_path / "real.tsv"], tmp_path / "out", note=notes.append)
     rows = check_against_reference(tmp_path / "out", {"real.tsv": content}, None, 2)
-    assert len(rows) == 5000
-
-
-@pytest.mark.parametrize("cut", [10, 200, -9, -4, None])
-def test_a_damaged_gzip_file_is_an_error(tmp_path: Path, cut: int | None) -> None:
-    packed = bytearray(gzip.compress(reference.content(300, 5)))
-    if cut is None:
-        packed[len(packed) // 2] ^= 0xFF
-    (tmp_path / "rows.gz").write_bytes(packed[:cut])
-    with pytest.raises(UserError, match="rows.gz" if cut else "rows.gz is a damaged gzip file"):
-        prepare_criteo([tmp_path / "rows.gz"], tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["rows.gz"]
-
-
-def test_too_many_malformed_rows(tmp_path: Path) -> None:
-    (tmp_path / "a.tsv").write_bytes(reference.content(500, 3, malformed=0.05))
-    with pytest.raises(UserError) as caught:
-        prepare_criteo([tmp_path / "a.tsv"], tmp_path / "out")
-    message = str(caught.value)
-    assert "of 500 rows are malformed" in message and "max_rejected=0.01" in message
-    assert all(reason in message for reason in ("columns", "label", "dense", "id")) and "a.tsv:" in message
-    assert [path.name for path in tmp_path.iterdir()] == ["a.tsv"]
+    assert len(rows) == 3000 and not notes and not list(dataset_warnings(manifest))

@@ -85,9 +85,10 @@ def num_nodes(dataset: Path, table: str) -> int:
     return next(feature.num_embeddings for feature in features if feature.name == table)
 
 
-@pytest.mark.parametrize("max_shared", [1000, 12])
-@pytest.mark.parametrize("table", ["user", "item"])
-@pytest.mark.parametrize("kind", ["ratings", "sequences"])
+@pytest.mark.parametrize(
+    ("kind", "table", "max_shared"),
+    [("ratings", "user", 1000), ("ratings", "item", 12), ("sequences", "user", 12), ("sequences", "item", 1000)],
+)
 def test_items_of_a_user_and_users_of_an_item_are_neighbours(
     tmp_path: Path, request: pytest.FixtureRequest, kind: str, table: str, max_shared: int
 ) -> None:
@@ -111,10 +112,13 @@ def test_items_are_neighbours_within_some_steps(tmp_path: Path, sequences: Path,
     check_graph(graph, num_nodes(sequences, "item"), reference_rows(edges, directed=False))
 
 
-@pytest.mark.parametrize("batch_rows", [2**20, 50])
-@pytest.mark.parametrize("count_shared", [False, True])
-@pytest.mark.parametrize(("min_shared", "max_neighbors"), [(2, None), (1, 3), (2, 1)])
-@pytest.mark.parametrize("measure", ["count", "cosine"])
+@pytest.mark.parametrize(
+    ("measure", "min_shared", "max_neighbors", "count_shared", "batch_rows"),
+    [
+        *[("count", 2, None, True, 2**20), ("count", 1, 3, False, 50), ("count", 2, 1, True, 50)],
+        *[("cosine", 2, None, False, 50), ("cosine", 1, 3, True, 2**20), ("cosine", 2, 1, False, 2**20)],
+    ],
+)
 def test_only_the_strongest_edges_are_kept(
     tmp_path: Path,
     ratings: Path,

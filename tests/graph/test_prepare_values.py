@@ -113,8 +113,10 @@ def test_texts_become_ids_by_a_vocabulary_of_texts(tmp_path: Path) -> None:
         prepare_graph([file], tmp_path / "x", NodeIds(dataset, "film"))
 
 
-@pytest.mark.parametrize("value", ["", "x", "-1", "1.5", "1e3", " 2", "0x1", "99999999999999999999"])
-@pytest.mark.parametrize("column", ["source", "target"])
+@pytest.mark.parametrize(
+    ("column", "value"),
+    zip(["source", "target"] * 4, ["", "x", "-1", "1.5", "1e3", " 2", "0x1", "99999999999999999999"], strict=True),
+)
 def test_what_is_no_id_is_an_error_with_its_place(tmp_path: Path, column: str, value: str) -> None:
     columns = {"source": ["1"] * 9, "target": ["2"] * 9}
     columns[column][6] = value
@@ -182,6 +184,19 @@ def test_columns_that_are_no_edges_are_refused(tmp_path: Path, table: Mapping[st
         ),
         ("a.parquet", b"", "a.parquet is named as a Parquet file and is none"),
         ("a.parquet", b"PAR1" * 9, "a.parquet cannot be read"),
+        *[
+            (name, content, said)
+            for text, said in (
+                ("source,target\n1,2\n".encode("utf-16"), "is text in UTF-16"),
+                (b"source,tar\xffget\n1,2\n", "has no column 'target'"),
+                (b"source,target\n1,\xff\n", "cannot be read"),
+                (b"source,target\n1,2,3\n", "line 2 is no row of its columns: b'1,2,3'"),
+                (b"source,target\n1,\x00\n", "row 1: target is"),
+                (b"source,target\n", "0 rows were read"),
+            )
+            for name, content in (("a.csv", text), ("a.csv.gz", gzip.compress(text, mtime=0)))
+        ],
+        ("a.csv", b"", "0 rows were read"),
     ],
 )
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path, name: str, content: bytes, message: str) -> None:

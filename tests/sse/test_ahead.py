@@ -41,7 +41,7 @@ def check(rule: SSE, batches: Sequence[Sequence[int]], steps: Sequence[int]) -> 
 
 
 @pytest.mark.parametrize("rule", RULES)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(batches=st.lists(st.lists(st.integers(0, 70), min_size=3, max_size=3), min_size=1, max_size=5))
 def test_numbers_are_the_same_whatever_the_sizes_of_batches(rule: str, batches: list[list[int]]) -> None:
     check(RULES[rule], batches, range(7, 7 + len(batches)))

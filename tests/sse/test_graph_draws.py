@@ -13,7 +13,7 @@ from distembed.graph import Graph
 from distembed.sse import SSE, Walk
 from distembed.sse.replacement import NeighborDraw
 from tests.sse.draws import MANY, evenly, replaced
-from tests.sse.reference import FALSE_ALARM, independence_p_value, p_value, replacement_law, share_p_value, transitions
+from tests.sse.reference import FALSE_ALARM, independence_p_value, p_value, replacement_law, transitions
 
 NUM_NODES = 16
 
@@ -45,10 +45,7 @@ def graph_of(weights: NDArray[np.float64], directed: bool) -> Graph:
 
 
 GRAPH_RULES: list[Any] = [
-    {"rho": 2.0},
-    {"rho": 20.0},
-    {"rho": 1e3},
-    {"rho": 1.0},
+    *({"rho": rho} for rho in (2.0, 20.0, 1e3)),
     {"rho": 20.0, "directed": True},
     {"rho": 20.0, "weighted": True},
     pytest.param({"rho": 1e3, "weighted": True, "directed": True}, marks=pytest.mark.slow),
@@ -73,35 +70,12 @@ def test_draws_follow_equation_3(rule: dict[str, Any]) -> None:
     weights = weighted_edges(rule.get("weighted", False), directed, reserved)
     graph = graph_of(weights, directed)
     sse = SSE(0.9, rule["rho"], graph, Walk(*walk) if walk else None, reserved=reserved, keep_reserved=keep_reserved)
-    old = evenly(NUM_NODES, 200_000 if walk is None else 300_000 // walk[1])
+    old = evenly(NUM_NODES, 120_000 if walk is None else 200_000 // walk[1])
     counts = transitions(old, replaced(old, NUM_NODES, sse, seed=6), NUM_NODES)
     law = replacement_law(
         NUM_NODES, 0.9, reserved=reserved, keep_reserved=keep_reserved, rho=rule["rho"], weights=weights, walk=walk
     )
     assert p_value(counts, law) > FALSE_ALARM
-
-
-@pytest.mark.parametrize("rho", [2.0, 20.0, 1e3])
-def test_neighbours_are_rho_times_as_likely_as_others(rho: float) -> None:
-    # a ring: each of 50 nodes has two neighbours and 47 others
-    ring = np.arange(50)
-    sse = SSE(0.5, rho, Graph.from_edges(50, ring, (ring + 1) % 50))
-    old = evenly(50, MANY)
-    apart = (replaced(old, 50, sse, seed=8) - old) % 50
-    counts = np.bincount(apart, minlength=50)
-    stays, near, far = counts[0], counts[1] + counts[49], counts[2:49].sum()
-    assert share_p_value(stays, MANY, 0.5) > FALSE_ALARM
-    assert share_p_value(near, near + far, 2 * rho / (2 * rho + 47)) > FALSE_ALARM
-    assert p_value(counts[[1, 49]], [0.5, 0.5]) > FALSE_ALARM
-    assert p_value(counts[2:49], np.full(47, 1 / 47)) > FALSE_ALARM
-
-
-@pytest.mark.parametrize("reserved, num_others", [((), 9), ((7,), 8), ((0,), 9), ((0, 1, 2), 7)])
-def test_of_a_reserved_id_all_that_may_be_drawn_are_others(reserved: tuple[int, ...], num_others: int) -> None:
-    # from 0 to 9 by one edge, in a table of ten
-    sse = SSE(1.0, 10.0, Graph.from_edges(10, [0], [9], directed=True), reserved=reserved)
-    new = replaced(torch.zeros(MANY // 2, dtype=torch.long), 10, sse)
-    assert share_p_value((new == 9).sum(), len(new), 10 / (10 + num_others - 1)) > FALSE_ALARM
 
 
 @pytest.mark.parametrize("reserved", [(), (0, 7)])

@@ -40,7 +40,7 @@ def test_words_are_those_of_splitmix64() -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_integers_below_a_bound_are_of_words_that_favour_none(data: st.DataObject) -> None:
     sizes = st.one_of(
         st.integers(1, 20), st.integers(2**32 - 9, 2**32 + 9), st.integers(1, 2**63), st.just(3 * 2**61), st.just(2**63)

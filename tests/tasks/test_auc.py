@@ -5,7 +5,7 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score
 
@@ -48,6 +48,7 @@ def columns(rows: list[Row]) -> list[np.ndarray]:
     return [np.array([row[i] for row in rows], kind) for i, kind in enumerate(kinds)]
 
 
+@settings(max_examples=40)
 @given(st.lists(ROW, max_size=25))
 def test_areas_are_those_of_a_loop_over_pairs(rows: list[Row]) -> None:
     scores, labels, groups, weights = columns(rows)
@@ -64,7 +65,7 @@ def test_areas_are_those_of_a_loop_over_pairs(rows: list[Row]) -> None:
 
 def test_many_groups_are_those_of_a_loop_over_groups() -> None:
     rng = np.random.default_rng(0)
-    num_rows = 20_001
+    num_rows = 1_501
     groups = rng.zipf(1.3, num_rows).clip(max=5_000)
     scores = rng.normal(size=num_rows).round(2).astype(np.float32)
     labels = (rng.random(num_rows) < 0.3).astype(np.float32)
@@ -80,7 +81,7 @@ def test_many_groups_are_those_of_a_loop_over_groups() -> None:
                 weighted += weight * roc_auc_score(labels[own], scores[own], sample_weight=each)
                 total, count = total + weight, count + 1
         found = grouped_auc(scores, labels, groups, own_weights)
-        assert found.num_groups == count > 300
+        assert found.num_groups == count > 20
         assert found.value == pytest.approx(weighted / total, rel=1e-10)
 
 

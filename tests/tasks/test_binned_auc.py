@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score
 
@@ -43,6 +43,7 @@ def counts_of(rows: list[Row], weighted: bool) -> np.ndarray:
 
 
 @pytest.mark.parametrize("weighted", [False, True])
+@settings(max_examples=25)
 @given(st.lists(ROW, max_size=20))
 def test_areas_are_those_of_bins_and_near_those_of_rows(weighted: bool, rows: list[Row]) -> None:
     counts = counts_of(rows, weighted)

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import ndcg_score
 
@@ -34,6 +34,7 @@ def ranks_of(scores: list[float], relevant: set[int]) -> list[int]:
     return [order.index(item) for item in relevant]
 
 
+@settings(max_examples=25)
 @given(
     st.lists(
         st.tuples(st.lists(st.integers(0, 4), min_size=4, max_size=15), st.sets(st.integers(0, 3), max_size=4)),

@@ -14,7 +14,7 @@ import pytest
 
 from distembed.base.errors import UserError
 from distembed.base.validation import parse_yaml
-from distembed.data.prepare.table import prepare_table
+from distembed.data.prepare.table import TableOptions, prepare_table
 from distembed.data.prepare.table.guess import guess_schema
 from distembed.data.prepare.table.inputs import find_inputs
 from distembed.data.table.schema import TableSchema, load_schema, shipped_schemas
@@ -77,7 +77,8 @@ def test_criteo_is_known_without_a_header(tmp_path: Path) -> None:
     assert "--schema criteo" in text
     assert not schema.text.header and schema.label is not None and schema.label.column == "1"
     assert {schema.categorical[str(place)].kind for place in range(15, 41)} == {"hexadecimal"}
-    assert prepare_table([tmp_path / "train.txt"], tmp_path / "made", schema).rejected.num_rows == 0
+    manifest = prepare_table([tmp_path / "train.txt"], tmp_path / "made", schema, TableOptions(hash_size=50))
+    assert manifest.rejected.num_rows == 0
 
 
 def test_odd_names_and_texts_for_missing_values_read_back(tmp_path: Path) -> None:

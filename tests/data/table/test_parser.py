@@ -113,12 +113,12 @@ PAIRS = TableSchema.from_json(
 """Two columns of each kind: of a block of few rows they are parsed as one."""
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 1023, 1024, 1025])
+@pytest.mark.parametrize("num_rows", [1, 2, 1024, 1025])
 def test_the_verdict_and_the_key_of_a_value_do_not_depend_on_other_values(num_rows: int) -> None:
     """A malformed value, a missing value and the value 0 are told apart in any order of the rows."""
     rng, parser = random.Random(num_rows), TableParser(PAIRS)
     rejected = 0
-    for _ in range(30 if num_rows < 4 else 1):
+    for _ in range(15 if num_rows < 4 else 1):
         odd = rng.choice([0.01, 0.1])
         rows = [{f"{name}_{n}": _drawn(rng, name, odd) for name in POOLS for n in range(2)} for _ in range(num_rows)]
         wanted = [reference.parse(row, PAIRS) for row in rows]
@@ -192,7 +192,8 @@ def test_a_typed_value_has_the_verdict_and_the_key_of_its_text(settings: dict[st
         del values["categorical"]["c"]["column"]
     parser = TableParser(TableSchema.from_json(values | {"text": {"missing_values": missing}}, "the test"))
     for typed in TYPED:
-        for column in (typed, *(typed.slice(place, 1) for place in range(len(typed)))):
+        alone = range(len(typed)) if missing == [""] else ()
+        for column in (typed, *(typed.slice(place, 1) for place in alone)):
             texts = pa.concat_arrays([column.cast(pa.string()), pa.array(["x"])])
             one, other = (parser.parse(pa.table({"v": each, "w": ["a"] * len(each)})) for each in (column, texts))
             verdicts = [

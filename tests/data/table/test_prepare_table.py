@@ -201,12 +201,21 @@ def test_parts_and_several_files_are_as_one_file(tmp_path: Path, monkeypatch: py
     assert data_files(tmp_path / "groups") == data_files(tmp_path / "whole")
 
 
+@pytest.fixture(scope="module")
+def twice(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The files of the dataset of two equal files."""
+    folder = tmp_path_factory.mktemp("twice")
+    for name in ("one.csv", "other.csv"):
+        (folder / name).write_bytes(FORMS["rows.csv"](drawn_rows(90, seed=2)))
+    prepare_table([folder / "one.csv", folder / "other.csv"], folder / "made", SCHEMA, limits=ONE_THREAD)
+    return data_files(folder / "made")
+
+
 @pytest.mark.parametrize("form", ["rows.csv", "rows.CSV.gz", "rows.tsv.zst", "rows.jsonl"])
-def test_a_pipe_is_read_as_a_file(form: str, tmp_path: Path) -> None:
+def test_a_pipe_is_read_as_a_file(form: str, twice: dict[str, bytes], tmp_path: Path) -> None:
     """Beside a file, and written byte after byte at first, as slow writers do."""
     content = FORMS[form](drawn_rows(90, seed=2))
-    for name in (form, f"other-{form}"):
-        (tmp_path / name).write_bytes(content)
+    (tmp_path / form).write_bytes(content)
     os.mkfifo(tmp_path / "pipe")
 
     def write() -> None:
@@ -219,14 +228,12 @@ def test_a_pipe_is_read_as_a_file(form: str, tmp_path: Path) -> None:
     manifest = prepare_table([tmp_path / form, tmp_path / "pipe"], tmp_path / "piped", SCHEMA, limits=ONE_THREAD)
     writer.join()
     assert [source.name for source in manifest.sources] == [form, "pipe-2"]
-    prepare_table([tmp_path / form, tmp_path / f"other-{form}"], tmp_path / "made", SCHEMA, limits=ONE_THREAD)
-    assert data_files(tmp_path / "piped") == data_files(tmp_path / "made")
+    assert data_files(tmp_path / "piped") == twice
 
 
-@pytest.mark.parametrize("parser", ["table", "criteo"])
-@pytest.mark.parametrize("hash_size", [None, 1000])
+@pytest.mark.parametrize(("parser", "hash_size"), [("table", None), ("criteo", 1000)])
 def test_criteo_by_its_schema_is_criteo(parser: str, hash_size: int | None, tmp_path: Path) -> None:
-    (tmp_path / "rows.tsv").write_bytes(criteo_reference.content(700, seed=5, short=0.01))
+    (tmp_path / "rows.tsv").write_bytes(criteo_reference.content(300, seed=5, short=0.05))
     options = CriteoOptions(hash_size=hash_size, min_count=3, missing="keep")
     prepare_criteo([tmp_path / "rows.tsv"], tmp_path / "criteo", options, ONE_THREAD)
     values = load_schema("criteo").to_json() | {"parser": parser}
@@ -306,6 +313,9 @@ def test_values_of_several_lines_are_read_where_the_schema_says_so(tmp_path: Pat
     assert manifest.rejected.num_rows == 1
 
 
+PACKED = gzip.compress(delimited(drawn_rows(9, seed=0), ","), mtime=0)
+
+
 @pytest.mark.parametrize(
     "name, content, words",
     [
@@ -321,7 +331,8 @@ def test_values_of_several_lines_are_read_where_the_schema_says_so(tmp_path: Pat
         ("rows.txt", lzma.compress(b"x"), ["is an xz file"]),
         ("rows.tsv", "é\t".encode("utf-16"), ["is text in UTF-16 or UTF-32", "iconv"]),
         ("rows.tsv.gz", gzip.compress("é\t".encode("utf-32"), mtime=0), ["is text in UTF-16 or UTF-32", "iconv"]),
-        ("rows.csv.gz", gzip.compress(b"x" * 5000, mtime=0)[:-9], ["damaged gzip"]),
+        *(("rows.csv.gz", PACKED[:cut], []) for cut in (10, 40, -9, -4)),
+        ("rows.csv.gz", PACKED[:30] + bytes([PACKED[30] ^ 255]) + PACKED[31:], ["damaged gzip"]),
         ("rows.csv.zst", pa.compress(b"x" * 5000, "zstd", asbytes=True)[:-3], ["damaged zstd"]),
     ],
 )
@@ -343,7 +354,7 @@ def test_columns_of_odd_names_have_vocabularies_of_their_own(tmp_path: Path) -> 
         assert kept["key"].to_pylist() == [f"of {name}"]
 
 
-@pytest.mark.parametrize("wrong", ['["a"]', "[]", "true", "1.5", "[[1]]", "{}"])
+@pytest.mark.parametrize("wrong", ['["a"]', "{}"])
 def test_a_line_of_another_type_is_rejected_whatever_is_beside_it(wrong: str, tmp_path: Path) -> None:
     values = {"label": {"column": "y"}, "categorical": {"c": {"kind": "hexadecimal"}}, "split": "none", "min_count": 1}
     schema = TableSchema.from_json(values, "the test")
@@ -356,27 +367,23 @@ def test_a_line_of_another_type_is_rejected_whatever_is_beside_it(wrong: str, tm
         assert manifest.splits["train"].num_rows == lines.count(good)
 
 
-@pytest.mark.parametrize(
-    "other, words",
-    [
-        ({"dense": {"n": {}}}, ["dense.n.transform is 'none' and was 'log'"]),
-        ({"dense": {"n": {"transform": "log", "missing": "keep"}}}, ["dense.n.missing is 'keep'"]),
-        ({"categorical": {"c": {}, "i": {"kind": "log_bins"}}}, ["categorical.i.kind is 'log_bins'"]),
-        (
-            {"categorical": {"c": {"cross": ["c", "i"]}, "i": {"kind": "integer"}}},
-            ["categorical.c is a cross of c and i"],
-        ),
-    ],
-)
-def test_ids_are_applied_to_values_of_the_same_meaning(other: dict[str, Any], words: list[str], tmp_path: Path) -> None:
+def test_ids_are_applied_to_values_of_the_same_meaning(tmp_path: Path) -> None:
     values = {"dense": {"n": {"transform": "log"}}, "categorical": {"c": {}, "i": {"kind": "integer"}}, "split": "none"}
     (tmp_path / "rows.csv").write_text("n,c,i\n1,a,1\n2,b,2\n")
     prepare_table([tmp_path / "rows.csv"], tmp_path / "base", TableSchema.from_json(values, "the test"))
     options = TableOptions(vocabulary=tmp_path / "base", min_count=1, grow=True)
-    with pytest.raises(UserError) as error:
-        schema = TableSchema.from_json({**values, **other}, "the test")
-        prepare_table([tmp_path / "rows.csv"], tmp_path / "made", schema, options)
-    assert all(word in str(error.value) for word in (*words, "--vocabulary")), error.value
+    for other, said in [
+        ({"dense": {"n": {}}}, "dense.n.transform is 'none' and was 'log'"),
+        ({"dense": {"n": {"transform": "log", "missing": "keep"}}}, "dense.n.missing is 'keep'"),
+        ({"categorical": {"c": {}, "i": {"kind": "log_bins"}}}, "categorical.i.kind is 'log_bins'"),
+        (
+            {"categorical": {"c": {"cross": ["c", "i"]}, "i": {"kind": "integer"}}},
+            "categorical.c is a cross of c and i",
+        ),
+    ]:
+        with pytest.raises(UserError, match=f"--vocabulary.*{said}"):
+            schema = TableSchema.from_json({**values, **other}, "the test")
+            prepare_table([tmp_path / "rows.csv"], tmp_path / "made", schema, options)
     renamed = {**values, "dense": {"n": {"transform": "log", "column": "i"}}}
     prepare_table([tmp_path / "rows.csv"], tmp_path / "made", TableSchema.from_json(renamed, "the test"), options)
 

@@ -77,7 +77,7 @@ def test_shipped_schemas_give_what_a_plain_script_gives(
     rng, schema = random.Random(5), load_schema(make.__name__)
     if make is criteo:  # as published it has no header
         schema = TableSchema.from_json({**schema.to_json(), "text": {}, "parser": "table"}, "the test")
-    rows = [make(rng, number) for number in range(401)]
+    rows = [make(rng, number) for number in range(201)]
     write(rows, tmp_path / file)
     prepare_table([tmp_path / file], tmp_path / "dataset", schema, limits=ONE_THREAD)
     require_equal(written(tmp_path / "dataset", schema), expected(rows, schema, (0.8, 0.9)))
@@ -86,11 +86,11 @@ def test_shipped_schemas_give_what_a_plain_script_gives(
 def test_the_schema_is_that_of_the_dataset_whose_ids_are_applied(tmp_path: Path) -> None:
     for name, seed in (("days.csv", 5), ("next.csv", 6)):
         rng = random.Random(seed)
-        write([avazu(rng, number) for number in range(301)], tmp_path / name)
+        write([avazu(rng, number) for number in range(151)], tmp_path / name)
     prepare_table([tmp_path / "days.csv"], tmp_path / "days", "avazu", limits=ONE_THREAD)
     known = TableOptions(vocabulary=tmp_path / "days", split="test")
     told = prepare_table([tmp_path / "next.csv"], tmp_path / "told", "avazu", known, ONE_THREAD)
     taken = prepare_table([tmp_path / "next.csv"], tmp_path / "taken", options=known, limits=ONE_THREAD)
-    assert taken == told and taken.splits["test"].num_rows == 301
+    assert taken == told and taken.splits["test"].num_rows == 151
     with pytest.raises(UserError, match=r"schema \(--schema\) is missing"):
         prepare_table([tmp_path / "next.csv"], tmp_path / "other")

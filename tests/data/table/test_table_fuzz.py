@@ -19,7 +19,7 @@ from tests.data.table import reference
 from tests.data.table.reference import mutated
 from tests.data.table.test_prepare_table import FORMS, SCHEMA, delimited, drawn_rows, json_lines
 
-FEW, MANY = 80, 1000
+FEW, MANY = 50, 1000
 TEXT_FORMS = {
     "rows.csv": lambda rows: delimited(rows, ","),
     "rows.tsv": lambda rows: delimited(rows, "\t", "\r\n"),
@@ -128,7 +128,7 @@ def test_values_are_those_of_pythons_own_readers(tmp_path: Path) -> None:
 def test_a_damaged_footer_ends_no_process(tmp_path: Path) -> None:
     content = FORMS["rows.parquet"](drawn_rows(5, seed=0))
     footer = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
-    for place in range(footer, len(content) - 8, 11):
+    for place in range(footer, len(content) - 8, 29):
         damaged = bytearray(content)
         damaged[place] ^= 0x55
         (tmp_path / "rows.parquet").write_bytes(damaged)
@@ -156,7 +156,7 @@ COLUMNS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("num_before", [3, pytest.param(len(BEFORE), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_before", [1, pytest.param(len(BEFORE), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("values", COLUMNS.values(), ids=COLUMNS)
 def test_a_value_does_not_depend_on_the_lines_before_it(values: dict[str, Any], num_before: int) -> None:
     source = TableSource([], TableSchema.from_json(values, "the test"))
@@ -173,7 +173,6 @@ def test_a_value_does_not_depend_on_the_lines_before_it(values: dict[str, Any], 
     assert len(set(found.values())) > 3
     draw = random.Random(0)
     for token in TOKENS:
+        assert answer([*TOKENS, token]) == found[token], token
         for before in draw.sample(BEFORE, num_before):
             assert answer([*[before] * 21, token]) == found[token], (before, token)
-    for token in TOKENS:
-        assert answer([*TOKENS, token]) == found[token], token

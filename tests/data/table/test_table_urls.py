@@ -44,16 +44,26 @@ def write_forms(folder: Path) -> None:
         (folder / form).write_bytes(write(ROWS))
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_urls_give_what_files_give(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The files of the dataset of a file, which all forms give."""
+    folder = tmp_path_factory.mktemp("local")
+    (folder / "rows.csv").write_bytes(FORMS["rows.csv"](ROWS))
+    prepare_table([folder / "rows.csv"], folder / "made", SCHEMA, limits=ONE_THREAD)
+    return data_files(folder / "made")
+
+
+@pytest.mark.parametrize("form", ["rows.csv", "rows.CSV.gz", "rows.tsv.zst", "rows.jsonl", "rows.parquet"])
+def test_urls_give_what_files_give(
+    form: str, local: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "raw").mkdir()
     (tmp_path / "raw" / form).write_bytes(FORMS[form](ROWS))
-    prepare_table([tmp_path / "raw" / form], tmp_path / "local", SCHEMA, limits=ONE_THREAD)
     monkeypatch.setattr(pipeline, "PART_BYTES", 2000)
     with flaky_files(0.05):
         remote.upload(tmp_path / "raw" / form, f"flaky://rows/{form}")
         manifest = prepare_table([f"flaky://rows/{form}"], tmp_path / "flaky", SCHEMA, limits=ONE_THREAD)
-    assert data_files(tmp_path / "flaky") == data_files(tmp_path / "local")
+    assert data_files(tmp_path / "flaky") == local
     assert manifest.sources[0].bytes == (tmp_path / "raw" / form).stat().st_size
 
 
@@ -72,14 +82,13 @@ def test_a_web_server_has_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["rows.csv", "rows.ndjson.gz"])
-def test_a_signature_is_in_no_file(form: str, tmp_path: Path) -> None:
+def test_a_signature_is_in_no_file(form: str, local: dict[str, bytes], tmp_path: Path) -> None:
     write_forms(tmp_path / "raw")
-    prepare_table([tmp_path / "raw" / form], tmp_path / "local", SCHEMA, limits=ONE_THREAD)
     with web_server(tmp_path / "raw") as url:
         signed = f"{url}/{form}?X-Amz-Signature=5ec2e7&X-Amz-Expires=60"
         manifest = prepare_table([signed], tmp_path / "web", SCHEMA, limits=ONE_THREAD)
         assert [source.name for source in manifest.sources] == [f"{url}/{form}"]
-    assert data_files(tmp_path / "web") == data_files(tmp_path / "local")
+    assert data_files(tmp_path / "web") == local
     assert not any(b"5ec2e7" in path.read_bytes() for path in (tmp_path / "web").rglob("*") if path.is_file())
 
 
