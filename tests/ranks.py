@@ -4,9 +4,10 @@ import os
 import random
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -27,6 +28,20 @@ def free_port() -> int:
 def run_on_ranks(world_size: int, function: Callable[..., None], *arguments: Any) -> None:
     """Calls ``function(rank, world_size, *arguments)`` on every rank; raises what any of them raises."""
     run_processes(world_size, start, world_size, free_port(), function, arguments)
+
+
+def run_cases(world_size: int, check: Callable[..., None], cases: Iterable[Any]) -> None:
+    """Calls ``check(rank, world_size, *case)`` for all cases in one start of the ranks; names the case that fails."""
+    run_on_ranks(world_size, check_cases, check, list(cases))
+
+
+def check_cases(rank: int, world_size: int, check: Callable[..., None], cases: Iterable[Any]) -> None:
+    """Calls the function for one case after the other; a case is a tuple of arguments, or a single argument."""
+    for case in cases:
+        try:
+            check(rank, world_size, *(case if isinstance(case, tuple) else (case,)))
+        except (Exception, pytest.fail.Exception) as error:
+            raise AssertionError(f"{case} on rank {rank} of {world_size}: {error}") from error
 
 
 def start(rank: int, world_size: int, port: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:

@@ -27,6 +27,8 @@ from tests.sharding import test_sequences as sequences
 
 STEPS = 2
 WORLDS = (1, 2, 4, 2, 1)
+SOME_WORLDS = (1, 4, 2)
+"""Ranks of one stage after the other."""
 LAYOUTS = {
     "adagrad": ("table_wise", "row_wise", "column_wise", "data_parallel", "table_row_wise"),
     # a row has a number for each range of columns, of which TorchRec makes a longer state
@@ -40,7 +42,8 @@ CHAINS: list[Chain] = [
     for first in range(len(layouts))
     for further in range(len(layouts))
 ]
-SOME_CHAINS: list[Chain] = [("adagrad", 0, 1), ("adagrad", 3, 4), ("row_wise_adagrad", 2, 1)]
+SOME_CHAINS: list[Chain] = [("adagrad", 0, 4), ("adagrad", 2, 4), ("row_wise_adagrad", 2, 1)]
+"""Three stages of which have every layout."""
 
 
 def shard_by_torchrec(model: nn.Module, layout: str, optimizer: str) -> tuple[nn.Module, CombinedOptimizer]:
@@ -129,21 +132,19 @@ def all_state_keys(optimizer: CombinedOptimizer) -> set[str]:
     return {key for keys in by_rank for key in keys}
 
 
-def run_chains(chains: list[Chain], folder: Path) -> None:
-    for stage, world_size in enumerate(WORLDS):
-        run_on_ranks(world_size, check_stage, folder, stage, chains)
-
-
 @pytest.mark.distributed
-def test_what_one_layout_has_written_others_go_on_with_on_other_numbers_of_ranks(tmp_path: Path) -> None:
-    run_chains(SOME_CHAINS, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-@pytest.mark.timeout(1200)
-def test_all_layouts_go_on_with_what_all_others_have_written(tmp_path: Path) -> None:
-    run_chains(CHAINS, tmp_path)
+@pytest.mark.parametrize(
+    ("chains", "worlds"),
+    [
+        pytest.param(SOME_CHAINS, SOME_WORLDS, id=""),
+        pytest.param(CHAINS, WORLDS, id="all", marks=[pytest.mark.slow, pytest.mark.timeout(1200)]),
+    ],
+)
+def test_what_one_layout_has_written_others_go_on_with_on_other_numbers_of_ranks(
+    chains: list[Chain], worlds: tuple[int, ...], tmp_path: Path
+) -> None:
+    for stage, world_size in enumerate(worlds):
+        run_on_ranks(world_size, check_stage, tmp_path, stage, chains)
 
 
 def check_sequences(rank: int, world_size: int, folder: Path) -> None:
@@ -224,11 +225,6 @@ def check_pairs(rank: int, world_size: int, folder: Path, pairs: list[Pair]) -> 
 
 
 @pytest.mark.distributed
-def test_what_stock_reads_ours_reads_and_data_parallel_tables_too(tmp_path: Path) -> None:
-    run_on_ranks(2, check_pairs, tmp_path, SOME_PAIRS)
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_all_pairs_of_layouts_read_as_stock_does(tmp_path: Path) -> None:
-    run_on_ranks(2, check_pairs, tmp_path, PAIRS)
+@pytest.mark.parametrize("pairs", [SOME_PAIRS, pytest.param(PAIRS, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_what_stock_reads_ours_reads_and_data_parallel_tables_too(pairs: list[Pair], tmp_path: Path) -> None:
+    run_on_ranks(2, check_pairs, tmp_path, pairs)

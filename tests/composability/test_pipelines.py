@@ -117,7 +117,7 @@ def check_training(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_pipelines_that_stock_runs_on_the_cpu_take_the_steps_of_a_plain_loop(world_size: int) -> None:
     run_on_ranks(world_size, check_training)
 
@@ -144,7 +144,7 @@ def test_pipelines_that_stock_cannot_run_on_the_cpu_fail_in_the_same_way() -> No
 
 def check_compiled(rank: int, world_size: int) -> None:
     for make, sharder, features in both():
-        batches = make_batches(features)
+        batches = make_batches(features)[:2]  # the second in the graphs of the first
         expected = train(*shard(make, sharder), batches)
         torch._dynamo.utils.counters.clear()
         pipeline = pipelines.TrainPipelinePT2(*shard(make, sharder), CPU, compile_configs=COMPILED)

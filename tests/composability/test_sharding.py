@@ -46,8 +46,8 @@ def stock_head(device: str) -> Head:
 
 
 def summed_tables() -> list[CompositionalEmbeddingBagConfig]:
-    """All compositions; no maxima, which a planner would divide by rows like any other table."""
-    return [table for table in tables() if table.pooling != "max"]
+    """Each composition once; no maxima, which a planner would divide by rows like any other table."""
+    return [table for table in tables() if table.name in ("b", "cd", "e", "g", "hi", "j", "k")]
 
 
 def our_head(device: str) -> Head:
@@ -139,7 +139,7 @@ def check_one_collection(rank: int, world_size: int) -> None:
             if sharder.module_type is CompositionalEmbeddingBagCollection:
                 whole = CompositionalEmbeddingBagCollection(summed_tables())
             require_same_vectors(shard(copy.deepcopy(whole), generate, sharder=sharder), whole, features)
-    columns = [own for own in tables() if own.name in "abc"]
+    columns = [own for own in tables() if own.name in "ab"]
     whole = CompositionalEmbeddingBagCollection(columns)
     placed = column_wise(ranks=[0, world_size - 1])
     sharded = shard(CompositionalEmbeddingBagCollection(columns), placed, sharder=sharder)

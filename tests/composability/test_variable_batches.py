@@ -1,5 +1,6 @@
 """Batches with a number of bags of its own for each feature: TorchRec's collections, ours, and rows written out."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -160,12 +161,11 @@ def batch_of(rank: int, step: int, sizes: dict[str, int], weighted: bool) -> Key
     return draw(sizes, (5, 8)[rank], torch.Generator().manual_seed(10 * step + rank), weighted)
 
 
-def check_sharded(rank: int, world_size: int) -> None:
+def check_sharded(rank: int, world_size: int, bags: list[tuple[str, bool]]) -> None:
     settings = {"lr": RATE}
-    for kind in SHARDING_TYPES:
-        for weighted in (False, True):
-            model = shard(Head("meta", weighted=weighted), torch.optim.SGD, settings, kind)
-            check_trained(rank, Head("cpu", weighted=weighted), model, weighted)
+    for kind, weighted in bags:
+        model = shard(Head("meta", weighted=weighted), torch.optim.SGD, settings, kind)
+        check_trained(rank, Head("cpu", weighted=weighted), model, weighted)
     for kind in SEQUENCE_SHARDING_TYPES:
         model = shard_sequences(SequenceHead("meta"), torch.optim.SGD, settings, kind)
         check_trained(rank, SequenceHead("cpu"), model, weighted=False)
@@ -235,25 +235,31 @@ def check_stock(rank: int, world_size: int, kind: str) -> None:
     """TorchRec's own bags give the same where its fused CPU kernels run them, and fail otherwise."""
     fused = EmbeddingComputeKernel.FUSED.value
     features = batch_of(rank, 0, NUM_IDS, weighted=False)
-    if kind == "table_wise":
-        for place in (table_wise(rank=0, compute_kernel=fused), column_wise(ranks=[0, 1], compute_kernel=fused)):
-            require_equal(shard_stock(place)(features), stock_bags("cpu")(features))
-    elif kind == "data_parallel":
-        module = shard_stock(data_parallel())
-        with pytest.raises(RuntimeError, match="out of bounds"):  # the dense kernel reads bags of equal numbers
-            module(features)
-    else:
+    if kind == "by rows":
         output = shard_stock(row_wise(compute_kernel=fused))(features)
         with pytest.raises(RuntimeError, match="invalid tensor size"):  # gloo gathers equal parts only
             output.values().sum().backward()
+        return
+    for place in (table_wise(rank=0, compute_kernel=fused), column_wise(ranks=[0, 1], compute_kernel=fused)):
+        require_equal(shard_stock(place)(features), stock_bags("cpu")(features))
+    module = shard_stock(data_parallel())
+    with pytest.raises(RuntimeError, match="out of bounds"):  # the dense kernel reads bags of equal numbers
+        module(features)
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", ["table_wise", "row_wise", "data_parallel"])
+@pytest.mark.parametrize("kind", ["by rows", "otherwise"])  # an exchange that fails leaves ranks that exchange no more
 def test_stock_bags_take_them_by_table_and_by_column_only(kind: str) -> None:
     run_on_ranks(2, check_stock, kind)
 
 
+BAGS = list(itertools.product(SHARDING_TYPES, [False, True]))
+"""Sharding types, and whether ids have weights; by turns but in the slow test."""
+
+
 @pytest.mark.distributed
-def test_sharded_collections_train_on_them_as_unsharded_ones() -> None:
-    run_on_ranks(2, check_sharded)
+@pytest.mark.parametrize(
+    "bags", [BAGS[::4] + BAGS[3::4], pytest.param(BAGS, marks=pytest.mark.slow)], ids=["some", "all"]
+)
+def test_sharded_collections_train_on_them_as_unsharded_ones(bags: list[tuple[str, bool]]) -> None:
+    run_on_ranks(2, check_sharded, bags)

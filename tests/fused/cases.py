@@ -61,7 +61,7 @@ class Table:
         steps = [1, 2, 3, *(digit.divisor for digit in self.digits), *(digit.modulus or 1 for digit in self.digits)]
         steps += [math.lcm(*(digit.divisor * (digit.modulus or 1) for digit in self.digits))]
         found = [self.centre]
-        for _ in range(20 * number):
+        for _ in range(6 * number):
             tried = self.centre + rng.choice(steps) * rng.randint(-60, 60) + rng.choice(steps) * rng.randint(-3, 3)
             tried = rng.choice([tried, rng.randint(0, self.max_id)])
             if self.has(tried):

@@ -29,7 +29,7 @@ from distembed.embedding.settings import LookupKernel
 from distembed.partitions import Explicit
 from distembed.sharding.groups.fused import FusedGroup
 from distembed.sharding.lookup import sharded_lookups
-from tests.ranks import run_on_ranks
+from tests.ranks import run_cases
 from tests.sharding import test_sequences as sequences
 from tests.sharding import test_sharded_equals_unsharded as bags
 from tests.sharding.test_sse import with_sse
@@ -128,7 +128,8 @@ def flat(state: Any, name: str = "") -> dict[str, Tensor]:
     return {key: one for own, value in items for key, one in flat(value, f"{name}/{own}").items()}
 
 
-def check_case(folder: Path, case: Case) -> None:
+def check_case(rank: int, world_size: int, folder: Path, case: Case) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
     close = {"rtol": 1e-5, "atol": 1e-6} if case[0] != "half" else {"rtol": 4e-3, "atol": 4e-3}
     fused, unfused = build(case, "fused"), build(case, "fbgemm")
     assert num_fused(fused) and not num_fused(unfused)
@@ -141,7 +142,7 @@ def check_case(folder: Path, case: Case) -> None:
     for key, value in own.items():
         assert value.shape == others[key].shape and value.dtype == others[key].dtype, key
         torch.testing.assert_close(value, others[key], **close, msg=lambda text, key=key: f"{key}: {text}")
-    check_checkpoints(folder, case, fused, unfused)
+    check_checkpoints(folder / "-".join(case), case, fused, unfused)
 
 
 def check_checkpoints(
@@ -172,22 +173,9 @@ def check_checkpoints(
             assert torch.equal(value, expected[key]), key
 
 
-def check_cases(rank: int, world_size: int, folder: Path, cases: Sequence[Case]) -> None:
-    os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
-    for case in cases:
-        try:
-            check_case(folder / "-".join(case), case)
-        except AssertionError as error:
-            raise AssertionError(f"{case} on rank {rank}: {error}") from error
-
-
 @pytest.mark.distributed
-def test_one_pass_gives_what_fbgemms_lookups_give(tmp_path: Path) -> None:
-    run_on_ranks(2, check_cases, tmp_path, SOME)
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-@pytest.mark.timeout(1800)
-def test_one_pass_gives_what_fbgemms_lookups_give_on_every_layout(tmp_path: Path) -> None:
-    run_on_ranks(2, check_cases, tmp_path, ALL)
+@pytest.mark.parametrize(
+    "cases", [SOME, pytest.param(ALL, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])], ids=["some", "all"]
+)
+def test_one_pass_gives_what_fbgemms_lookups_give(cases: list[Case], tmp_path: Path) -> None:
+    run_cases(2, check_case, [(tmp_path, case) for case in cases])

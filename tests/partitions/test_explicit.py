@@ -31,7 +31,7 @@ def test_the_papers_example_is_complementary_and_not_every_two_of_it_are() -> No
         Explicit(5, [PAPER[0], PAPER[2]])
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(
     data=st.data(),
     n=st.integers(1, 60),

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distembed.base.errors import UserError
@@ -15,6 +15,7 @@ ARITHMETIC = [name for name in PARTITIONS if name != "explicit"]
 
 
 @pytest.mark.parametrize("name", ARITHMETIC)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_known_ids_keep_their_rows_and_new_ones_are_told_apart(name: str, data: st.DataObject) -> None:
     before, now = data.draw(st.integers(1, 300)), data.draw(st.integers(1, 700))

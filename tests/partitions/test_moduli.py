@@ -72,7 +72,7 @@ def test_a_partition_has_no_rows_that_no_id_has() -> None:
     assert MixedRadix(95, moduli=[10, 50, 7]).num_rows == (10, 10, 1)
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(n=st.integers(1, 300), moduli=st.lists(st.integers(1, 30), min_size=2, max_size=4))
 @pytest.mark.parametrize("scheme", [MixedRadix, ChineseRemainder])
 def test_moduli_are_refused_exactly_where_they_do_not_do(

@@ -59,9 +59,6 @@ class Case:
         """Whether ids are pooled."""
         return isinstance(self.tables[0], CompositionalEmbeddingBagConfig)
 
-    def __str__(self) -> str:
-        return f"{self.tables}, placed {self.sharding_types}"
-
 
 def draw_case(number: int) -> Case:
     """The case of a number; the kind of collection, the first table's sharding type and policy go round."""

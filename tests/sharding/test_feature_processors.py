@@ -34,6 +34,7 @@ DIM, MOST_IDS, ROWS, LR = 8, 4, 5, 0.5
 CPU = torch.device("cpu")
 SIZES = {"a": 40, "b": 40, "c": 70, "d": 60, "e": 90, "f": 30}
 KINDS = ["data_parallel", "table_wise", "column_wise", "table_column_wise", "row_wise", "table_row_wise", "grid_shard"]
+SOME_KINDS = KINDS[::2]
 
 
 def tables(kernel: str) -> list[CompositionalEmbeddingBagConfig]:
@@ -204,9 +205,9 @@ def check_sharded(rank: int, world_size: int, folder: Path, kernel: str, by_feat
     ("kernel", "by_feature", "kinds"),
     [
         ("auto", False, ["row_wise"]),
-        ("fbgemm", True, KINDS),
+        ("fbgemm", True, SOME_KINDS),
         # which loads a kernel for each formula
-        pytest.param("auto", False, KINDS, marks=pytest.mark.slow),
+        *(pytest.param(*own, KINDS, marks=pytest.mark.slow) for own in (("auto", False), ("fbgemm", True))),
     ],
 )
 def test_sharded_processors_take_the_steps_of_weighting_by_hand(
@@ -234,9 +235,9 @@ def full_tables() -> list[CompositionalEmbeddingBagConfig]:
     return [make(t.name, t.num_embeddings, DIM, t.feature_names) for t in tables("auto")]
 
 
-def check_beside_stock(rank: int, world_size: int) -> None:
+def check_beside_stock(rank: int, world_size: int, kinds: list[str]) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
-    for kind in KINDS:
+    for kind in kinds:
         whole = Model(stock_bags())
         stock = shard(Model(stock_bags()), AnyTypeSharder(), kind)
         take_weights(stock, whole)
@@ -262,8 +263,9 @@ def whole_as_ours(whole: Model) -> nn.Module:
 
 
 @pytest.mark.distributed
-def test_processors_of_full_tables_take_the_steps_of_stock_ones() -> None:
-    run_on_ranks(2, check_beside_stock)
+@pytest.mark.parametrize("kinds", [SOME_KINDS, pytest.param(KINDS, marks=pytest.mark.slow)], ids=len)
+def test_processors_of_full_tables_take_the_steps_of_stock_ones(kinds: list[str]) -> None:
+    run_on_ranks(2, check_beside_stock, kinds)
 
 
 def check_wrong_sharder(rank: int, world_size: int) -> None:

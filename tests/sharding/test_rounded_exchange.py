@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from distembed.embedding.settings import QuantizedCommsConfig, VectorExchange
 from tests.composability.test_dtypes import whole_weights
-from tests.ranks import run_on_ranks
+from tests.ranks import run_cases
 from tests.sharding import test_sharded_equals_unsharded as bags
 
 ROUNDS_BY = {"fp32": 0.0, "fp16": 2.0**-11, "bf16": 2.0**-8}
@@ -92,21 +92,9 @@ def by_feature(
     yield from zip(names, values.split(widths, dim=1), expected.split(widths, dim=1), strict=True)
 
 
-def check_all(rank: int, world_size: int, cases: list[Case]) -> None:
-    for case in cases:
-        try:
-            check(rank, world_size, *case)
-        except AssertionError as error:
-            raise AssertionError(f"{case} on rank {rank} of {world_size}: {error}") from error
-
-
 @pytest.mark.distributed
-def test_each_way_is_rounded_by_its_precision_and_no_more() -> None:
-    run_on_ranks(2, check_all, SOME)
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_each_way_is_rounded_by_its_precision_on_all_layouts(world_size: int) -> None:
-    run_on_ranks(world_size, check_all, ALL)
+@pytest.mark.parametrize(
+    ("world_size", "cases"), [(2, SOME), *(pytest.param(n, ALL, marks=pytest.mark.slow) for n in (2, 4))]
+)
+def test_each_way_is_rounded_by_its_precision_and_no_more(world_size: int, cases: list[Case]) -> None:
+    run_cases(world_size, check, cases)

@@ -19,7 +19,7 @@ from distembed.partitions import ChineseRemainder, MixedRadix, QuotientRemainder
 from distembed.sharding import CompositionalEmbeddingCollectionSharder
 from tests.layouts import scatter_columns
 from tests.placing import plan_as
-from tests.ranks import run_on_ranks
+from tests.ranks import run_cases, run_on_ranks
 from tests.sharding.test_sharded_equals_unsharded import check_weights
 
 SIZES = {"a": 1000, "b": 77, "c": 500, "d": 500, "e": 30, "f": 300, "g": 600, "h": 900, "i": 1}
@@ -127,24 +127,16 @@ def check_equal(rank: int, world_size: int, sharding_type: str, name: str) -> No
     check_weights(model, reference)
 
 
-def check_all(rank: int, world_size: int, cases: list[tuple[str, str]]) -> None:
-    for sharding_type, name in cases:
-        try:
-            check_equal(rank, world_size, sharding_type, name)
-        except AssertionError as error:
-            raise AssertionError(f"{sharding_type}, {name} on rank {rank}: {error}") from error
-    check_refusals(rank)
-
-
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("world_size", "cases"), [(2, SOME), *(pytest.param(n, CASES, marks=pytest.mark.slow) for n in (1, 2, 4))]
 )
 def test_ranks_together_equal_one_module(world_size: int, cases: list[tuple[str, str]]) -> None:
-    run_on_ranks(world_size, check_all, cases)
+    run_cases(world_size, check_equal, cases)
+    run_on_ranks(1, check_refusals)
 
 
-def check_refusals(rank: int) -> None:
+def check_refusals(rank: int, world_size: int) -> None:
     config = partial(CompositionalEmbeddingConfig, num_embeddings=50, embedding_dim=8)
     tables = [config("a", feature_names=["a"]), config("b", feature_names=["b"], partition="quotient_remainder")]
     tables[1] = config("b", feature_names=["b"], partition="quotient_remainder", composition="feature")

@@ -11,6 +11,7 @@ import itertools
 import os
 import random
 import sys
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -178,7 +179,7 @@ if not HARNESS_MAKES_OFFSETS:
     del BATCHES["with offsets"]
 UNWEIGHTED = ("a size for each feature", "a size for each feature, one of rows", "a TensorDict")
 MOST = ("equal", "unequal", "a size for each feature")
-"""Batches of every sharding type; the others, which are prepared before any dist, go with one."""
+"""Batches of every sharding type in the slow test; else each type has unequal ones, and one type has all batches."""
 Case = tuple[str, str, str]
 
 
@@ -210,13 +211,10 @@ def check(rank: int, ports: dict[Case, int]) -> None:
 
 
 @pytest.mark.distributed
-def test_the_sharded_model_predicts_what_the_unsharded_one_does() -> None:
-    cases = [*itertools.product(["bags"], SHARDING_TYPES, MOST), *itertools.product(["bags"], ["row_wise"], BATCHES)]
-    run_processes(WORLD_SIZE, check, {case: free_port() for case in dict.fromkeys(cases)})
-
-
-@pytest.mark.distributed
-def test_sharded_sequences_predict_what_unsharded_ones_do() -> None:
-    types = itertools.product(["sequences"], SEQUENCE_SHARDING_TYPES, MOST)
-    cases = [*types, *itertools.product(["sequences"], ["row_wise"], BATCHES)]
+@pytest.mark.parametrize("batches", [["unequal"], pytest.param(MOST, marks=pytest.mark.slow)], ids=["", "most"])
+@pytest.mark.parametrize(("kind", "types"), [("bags", SHARDING_TYPES), ("sequences", SEQUENCE_SHARDING_TYPES)])
+def test_the_sharded_model_predicts_what_the_unsharded_one_does(
+    kind: str, types: Sequence[str], batches: Sequence[str]
+) -> None:
+    cases = [*itertools.product([kind], types, batches), *itertools.product([kind], ["row_wise"], BATCHES)]
     run_processes(WORLD_SIZE, check, {case: free_port() for case in dict.fromkeys(cases)})

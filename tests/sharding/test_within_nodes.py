@@ -23,7 +23,7 @@ from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 from tests.checkpoints.test_checkpoint import require_equal
 from tests.layouts import OPTIMIZER_NAMES, build, gather_numbers
 from tests.planning import test_storage as storage
-from tests.ranks import run_on_ranks
+from tests.ranks import check_cases, run_on_ranks
 from tests.sharding import test_pipelines as pipelines
 from tests.sharding import test_sharded_equals_unsharded as bags
 from tests.sharding import test_sse as sse
@@ -185,7 +185,7 @@ def check_other_nodes() -> None:
 
 
 def check_some(rank: int, world_size: int, folder: Path) -> None:
-    bags.check_all_equal(rank, world_size, SOME)
+    check_cases(rank, world_size, bags.check_equal, SOME)
     for i, kind in enumerate(SHARDING_TYPES):
         check_traffic(rank, kind, bool(i), ["concat" if i else "product"])
         storage.check(rank, kind, OPTIMIZER_NAMES[1 + i], "adam")
@@ -195,14 +195,13 @@ def check_some(rank: int, world_size: int, folder: Path) -> None:
 
 
 def check_all(rank: int, world_size: int, folder: Path) -> None:
-    bags.check_all_equal(rank, world_size, ALL)
+    check_cases(rank, world_size, bags.check_equal, ALL)
     for kind in SHARDING_TYPES:
         for is_weighted in (False, True):
             check_traffic(rank, kind, is_weighted, ["product", "sum", "concat"])
         for optimizer in OPTIMIZER_NAMES:
             storage.check(rank, kind, optimizer, "adam")
-        bags.check_empty_rank(rank, kind)
-        bags.check_empty_bags(rank, kind)
+        bags.check_empty_bags(bags.check_empty_rank(rank, kind))
         bags.check_half_precision(kind)
     pairs = [("grid_shard", "column_wise"), ("row_wise", "grid_shard"), ("table_row_wise", "grid_shard")]
     check_checkpoints(folder, [*pairs, ("data_parallel", "table_row_wise")], OPTIMIZER_NAMES)
@@ -210,7 +209,7 @@ def check_all(rank: int, world_size: int, folder: Path) -> None:
 
 def check_one_node(rank: int, world_size: int) -> None:
     for kind in SHARDING_TYPES:
-        pipelines.check_pipelines(rank, kind, "ragged")
+        pipelines.check_pipelines(rank, world_size, kind, "ragged")
         sse.check_bags(rank, world_size, kind)
 
 
