@@ -3,7 +3,7 @@
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -76,13 +76,6 @@ def test_features_that_no_table_reads_are_left_out() -> None:
     assert collection(jagged({"other": [[-(10**9)]], "f": [[1]]})).keys() == ["f"]
 
 
-def test_empty_batches_and_empty_bags() -> None:
-    for pooling in ("sum", "mean", "max"):
-        collection = CompositionalEmbeddingBagCollection([table(partition="quotient_remainder", pooling=pooling)])
-        assert collection(jagged({"f": []}))["f"].shape == (0, 6)
-        assert torch.equal(collection(jagged({"f": [[], []]}))["f"], torch.zeros(2, 6))
-
-
 def test_a_missing_feature_is_named() -> None:
     with pytest.raises(UserError, match="feature 'f' of table 't'"):
         CompositionalEmbeddingBagCollection([table()])(jagged({"g": [[1]]}))
@@ -139,17 +132,6 @@ def test_a_config_counts_what_a_module_has(partition: str, composition: str) -> 
     assert all(parameter.is_meta for parameter in parameters)
     assert config.num_parameters == sum(parameter.numel() for parameter in parameters)
     assert config.memory_bytes == sum(parameter.nbytes for parameter in parameters)
-
-
-def test_half_precision_is_one_of_storage() -> None:
-    for composition in COMPOSITIONS:
-        config = table(partition="quotient_remainder", composition=composition, data_type=DataType.FP16)
-        collection = CompositionalEmbeddingBagCollection([config])
-        assert collection.embedding_bags["t__p0"].weight.dtype == torch.float16
-        output = collection(jagged({"f": [[1, 2], [3]]})).values()
-        assert output.dtype == torch.float32
-        exact = collection.double()(jagged({"f": [[1, 2], [3]]})).values()
-        torch.testing.assert_close(output.double(), exact, atol=1e-3, rtol=1e-2)
 
 
 @pytest.mark.parametrize(

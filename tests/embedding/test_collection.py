@@ -50,14 +50,6 @@ def test_gradients_reach_every_parameter(composition: str) -> None:
         assert parameter.grad is not None and (parameter.grad != 0).any(dim=1).all(), name
 
 
-def test_empty_batches() -> None:
-    for composition in COMPOSITIONS:
-        collection = CompositionalEmbeddingCollection([table(partition="mixed_radix", composition=composition)])
-        for bags in ([], [[], []]):
-            for output in collection(jagged({"f": bags})).values():
-                assert output.values().shape == (0, 6) and output.lengths().tolist() == [0] * len(bags)
-
-
 def test_the_ids_that_come_with_the_outputs_are_those_of_the_batch() -> None:
     collection = CompositionalEmbeddingCollection([table(id_policy="modulo")], need_indices=True)
     assert collection(jagged({"f": [[53, -1]]}))["f"].weights().tolist() == [53, -1]

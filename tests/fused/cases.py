@@ -100,6 +100,27 @@ class Case:
     margin: int = 0
 
 
+def columns_of(kind: str, dim: int, k: int) -> list[range]:
+    """Columns of ``k`` partitions; in the kind ``columns`` side by side, of unequal numbers."""
+    if kind != "columns":
+        return [range(dim)] * k
+    ends = [max(dim // 4, k) * (j + 1) // k * 4 for j in range(k)]
+    return [range(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+def more_rows_than_ids(optimizer: str) -> Case:
+    """More rows than ids in every partition."""
+    table = Table([Digit(1, 4000), Digit(3, 3000), Digit(5, 2000)], 50, max_id=10**9)
+    return Case([table, table], [range(8)] * 3, True, [optimizer] * 3, [False] * 3, "ragged", num_bags=20)
+
+
+def rows_further_down(optimizer: str) -> Case:
+    """Rows that begin further down, as one rank's rows of a table that is divided by rows."""
+    table = Table([Digit(1, 10**6), Digit(10**6, None)], 7 * 10**6 + 456_789, max_id=10**8)
+    assert table.windows[0][0] == 456_789 - 40 and table.windows[1] == (0, 101)
+    return Case([table], [range(12)] * 2, True, [optimizer] * 2, [False] * 2, "ragged", num_bags=20)
+
+
 @dataclass
 class Batch:
     """Ids of all features, and where the bags of each feature begin and end within them."""

@@ -1,6 +1,6 @@
 """The fused lookup on a CPU against a plain computation: outputs, gradients, rows and states, over what it admits."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -10,21 +10,25 @@ from hypothesis import strategies as st
 from distembed.kernels.operation import FusedLookup
 from distembed.kernels.tables import OPTIMIZERS
 from distembed.partitions.base import Digit
-from tests.fused.cases import BATCHES, Batch, Case, Fused, Side, Table, check, draw_batch
+from tests.fused.cases import (
+    BATCHES,
+    Batch,
+    Case,
+    Fused,
+    Side,
+    Table,
+    check,
+    columns_of,
+    draw_batch,
+    more_rows_than_ids,
+    rows_further_down,
+)
 
 DIMS = (4, 8, 12, 16, 64, 100, 256)
 BORDERS = (1, 2, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**32 + 1)
 PRIMES = (3, 7, 97, 65_537, 4_294_967_291, 4_294_967_311, 2**61 - 1)
 CENTRES = (0, 1, 1000, 2**31, 2**32 - 1, 2**32, 2**32 + 1, 10**12 + 39, 2**53 + 1, 2**62 - 1, 2**62)
 QUOTIENT_REMAINDER = Table([Digit(1, 25), Digit(25, None)], 30, max_id=99)
-
-
-def columns_of(kind: str, dim: int, k: int) -> list[range]:
-    """Columns side by side are of unequal numbers."""
-    if kind != "columns":
-        return [range(dim)] * k
-    ends = [dim // 4 * (j + 1) // k * 4 for j in range(k)]
-    return [range(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 @st.composite
@@ -116,10 +120,10 @@ def test_rows_of_ids_at_the_borders_are_those_of_python(number: int) -> None:
             torch.testing.assert_close(fused.outputs(batch)[0], expected.float())
 
 
+@pytest.mark.parametrize("make", [more_rows_than_ids, rows_further_down])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_more_rows_than_ids_in_every_partition(optimizer: str) -> None:
-    table = Table([Digit(1, 4000), Digit(3, 3000), Digit(5, 2000)], 50, max_id=10**9)
-    check(Case([table, table], [range(8)] * 3, True, [optimizer] * 3, [False] * 3, "ragged", num_bags=20))
+def test_windows_of_rows(optimizer: str, make: Callable[[str], Case]) -> None:
+    check(make(optimizer))
 
 
 @pytest.mark.parametrize("kind", ["product", "sum", "columns"])
@@ -129,14 +133,6 @@ def test_bags_of_more_ids_than_are_mapped_at_once(kind: str, dim: int) -> None:
     columns = columns_of(kind, dim, 2)
     # of one step: what it rounds is added up a hundred times in bags of the next
     check(Case([table, table], columns, kind == "product", ["sgd"] * 2, [False] * 2, "long", num_bags=5), 1)
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_rows_that_begin_further_down(optimizer: str) -> None:
-    # as those of one rank of a table that is divided by rows
-    table = Table([Digit(1, 10**6), Digit(10**6, None)], 7 * 10**6 + 456_789, max_id=10**8)
-    assert table.windows[0][0] == 456_789 - 40 and table.windows[1] == (0, 101)
-    check(Case([table], [range(12)] * 2, True, [optimizer] * 2, [False] * 2, "ragged", num_bags=20))
 
 
 @pytest.mark.parametrize("kind", ["product", "sum", "columns"])

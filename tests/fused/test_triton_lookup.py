@@ -14,7 +14,18 @@ from distembed.kernels.tables import OPTIMIZERS, Formula, Storage, TablePart
 from distembed.kernels.triton_lookup import CHUNK, JOINED_NUMBERS, TritonLookup
 from distembed.kernels.triton_tables import num_lanes
 from distembed.partitions.base import Digit
-from tests.fused.cases import BATCHES, Case, Fused, Side, Table, check, draw_batch
+from tests.fused.cases import (
+    BATCHES,
+    Case,
+    Fused,
+    Side,
+    Table,
+    check,
+    columns_of,
+    draw_batch,
+    more_rows_than_ids,
+    rows_further_down,
+)
 from tests.fused.interpreter import InterpretedLookup, Run, interpreter
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -32,14 +43,6 @@ def run() -> Iterator[Run]:
 
 def steps(case: Case, num_steps: int = 2) -> None:
     check(case, num_steps, InterpretedLookup)
-
-
-def columns_of(kind: str, dim: int, k: int) -> list[range]:
-    """Columns side by side are of unequal numbers."""
-    if kind != "columns":
-        return [range(dim)] * k
-    ends = [4 * (j + 1) for j in range(k - 1)] + [max(dim, 4 * k)]
-    return [range(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 def tables_of(k: int) -> list[Table]:
@@ -96,15 +99,9 @@ def test_runs_that_go_over_many_chunks(run: Run, optimizer: str) -> None:
     run(steps, case, 1)
 
 
-def test_more_rows_than_ids_in_every_partition(run: Run) -> None:
-    table = Table([Digit(1, 4000), Digit(3, 3000), Digit(5, 2000)], 50, max_id=10**9)
-    run(steps, Case([table, table], [range(8)] * 3, True, ["adagrad"] * 3, [False] * 3, "ragged", num_bags=20))
-
-
-def test_rows_that_begin_further_down(run: Run) -> None:
-    # as those of one rank of a table that is divided by rows
-    table = Table([Digit(1, 10**6), Digit(10**6, None)], 7 * 10**6 + 456_789, max_id=10**8)
-    run(steps, Case([table], [range(12)] * 2, True, ["row_wise_adagrad"] * 2, [False] * 2, "ragged", num_bags=20))
+def test_windows_of_rows(run: Run) -> None:
+    run(steps, more_rows_than_ids("adagrad"))
+    run(steps, rows_further_down("row_wise_adagrad"))
 
 
 def numbers(fused: Fused) -> list[torch.Tensor]:

@@ -7,7 +7,7 @@ import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, EmbeddingLocation
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import embedding, embedding_bag
@@ -55,6 +55,7 @@ def look_up(weights: list[Tensor], buckets: Buckets, num_features: int, of_ids: 
 
 @pytest.mark.parametrize("num_rows", [[7, 2], [3, 300], [40, 3, 2], [2, 3, 90], [5, 5], [1, 1]])
 @pytest.mark.parametrize("weighted", [False, True])
+@settings(max_examples=25)
 @given(lengths=LENGTHS, seed=st.integers(0, 100))
 def test_pooling_and_its_gradients_equal_composing_each_id(
     num_rows: list[int], weighted: bool, lengths: list[list[int]], seed: int

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -14,6 +14,7 @@ FEATURES = st.lists(st.lists(st.integers(0, 4), max_size=8), min_size=1, max_siz
 
 
 @pytest.mark.parametrize("scale", [1, 10**9, 2**60])
+@settings(max_examples=40)
 @given(features=FEATURES)
 def test_every_feature_keeps_its_own_distinct_ids(scale: int, features: list[list[int]]) -> None:
     ids = torch.tensor([i * scale for feature in features for i in feature], dtype=torch.long)
@@ -44,6 +45,7 @@ def test_ids_that_are_taken_as_they_are_have_the_slots_of_distinct_ones(features
 
 @pytest.mark.parametrize("find", [distinct_ids, take_every_id])
 @pytest.mark.parametrize("pooling", ["sum", "weighted", "max"])
+@settings(max_examples=40)
 @given(bags=st.lists(st.lists(st.integers(0, 6), max_size=5), max_size=6))
 def test_pooling_and_its_gradient_equal_a_loop(find: Any, pooling: str, bags: list[list[int]]) -> None:
     ids = torch.tensor([i for bag in bags for i in bag], dtype=torch.long)

@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torchrec.distributed.types import ParameterSharding, ShardMetadata
@@ -41,6 +41,7 @@ def shards(sharding: ParameterSharding) -> list[tuple[list[int], list[int]]]:
 
 
 @pytest.mark.parametrize("name", DIVIDED)
+@settings(max_examples=30)
 @given(widths=st.lists(st.integers(1, 5), min_size=1, max_size=6))
 def test_columns_of_all_ranks_together_are_each_partition_once(name: str, widths: list[int]) -> None:
     dim = 4 * sum(widths)
@@ -114,6 +115,7 @@ def columns_by_rank(sharding: ParameterSharding) -> dict[int, set[int]]:
 
 
 @pytest.mark.parametrize("name", DIVIDED)
+@settings(max_examples=30)
 @given(made=RANGES)
 def test_ranges_in_any_order_stay_on_their_ranks_and_are_equally_wide_there(
     name: str, made: list[tuple[int, int]]
