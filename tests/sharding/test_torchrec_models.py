@@ -19,21 +19,23 @@ from tests.ranks import free_port, run_on_ranks
 
 EXAMPLE = Path(__file__).parents[2] / "tools" / "example_torchrec_dlrm.py"
 MODELS = ("dlrm", "dlrm_dcn")
+FEW_STEPS = 10
 SHARDING_TYPES = ("table_wise", "column_wise", "table_column_wise", "row_wise", "data_parallel")
 
 
 @cache
-def example() -> ModuleType:
+def example(num_steps: int = 40) -> ModuleType:
     spec = importlib.util.spec_from_file_location("example_torchrec_dlrm", EXAMPLE)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    module.NUM_STEPS = num_steps
     return module
 
 
-def unsharded_losses(name: str) -> list[float]:
+def unsharded_losses(name: str, num_steps: int = 40) -> list[float]:
     """The same model on one device, without any of TorchRec's sharding, over the global batches."""
-    module = example()
+    module = example(num_steps)
     model = module.make_model(name, device="cpu")
     optimizer = torch.optim.Adagrad(model.parameters(), **module.ADAGRAD)
     losses = []
@@ -60,7 +62,7 @@ def plan(model: torch.nn.Module, sharding_type: str) -> ShardingPlan:
 
 
 def check_losses(rank: int, world_size: int, unsharded: dict[str, list[float]]) -> None:
-    module = example()
+    module = example(FEW_STEPS)
     for name in MODELS:
         # the models differ in their networks, which know nothing of how tables are placed
         for sharding_type in SHARDING_TYPES if name == "dlrm" else ("row_wise",):
@@ -74,7 +76,7 @@ def check_losses(rank: int, world_size: int, unsharded: dict[str, list[float]]) 
 
 @pytest.mark.distributed
 def test_losses_are_those_of_one_device_however_the_tables_are_placed() -> None:
-    run_on_ranks(2, check_losses, {name: unsharded_losses(name) for name in MODELS})
+    run_on_ranks(2, check_losses, {name: unsharded_losses(name, FEW_STEPS) for name in MODELS})
 
 
 def start(*command: str) -> subprocess.Popen[str]:
