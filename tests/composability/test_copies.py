@@ -17,20 +17,11 @@ from distembed.embedding import CompositionalEmbeddingBagConfig, CompositionalEm
 from distembed.graph import Graph
 from distembed.partitions import PARTITIONS, KeyedHash
 from distembed.sse import SSE
-from tests.composability.small_models import (
-    ALL_PAIRS,
-    KINDS,
-    NUM_IDS,
-    SmallModel,
-    draw,
-    our_model,
-    our_tables,
-    stock_model,
-)
+from tests.composability.small_models import KINDS, NUM_IDS, SmallModel, draw, our_model, our_tables, stock_model
 
 MODELS = [
     pytest.param(make, kind, id=f"{name}, {kind}")
-    for name, make in (("stock", stock_model), ("ours", lambda kind: our_model(kind, ALL_PAIRS)))
+    for name, make in (("stock", stock_model), ("ours", our_model))
     for kind in KINDS
 ]
 each_model = pytest.mark.parametrize(("make", "kind"), MODELS)
