@@ -60,29 +60,31 @@ def _columns_in_name(name: str) -> tuple[str, int, int] | None:
 
 
 def blend_columns(name: str, live: TensorShards, saved_names: Iterable[str]) -> dict[str, TensorShards]:
-    """Returns the shards to fill for the live state ``name``, by the saved state to read them from.
+    """Prepares the blend of a live state from saved ones: returns the shards to fill, by the saved state to read.
 
-    A state that was saved under the same name, or has no columns, is read as it is. Otherwise this function sets
-    ``live`` to 0, and the reader adds each overlapping slice, times its share of the live columns::
+    A state that was saved under the same name, or whose name has no column range, is read as it is. Otherwise this
+    function sets ``live`` to 0, and the reader adds each overlapping slice, times its share of the live columns::
 
         saved   sum[0:4]   sum[4:8]
         live    sum[0:6]            = 4/6 sum[0:4] + 2/6 sum[4:8]
 
-    ``saved_names`` are the names of all states of the parameter in the checkpoint.
+    ``saved_names`` are the names of all states of the parameter in the checkpoint. The slices of a
+    state cover all columns, so some overlap the live ones; of an index without the state, the live one stays 0.
     """
     saved_names = list(saved_names)
-    columns = _columns_in_name(name)
-    if columns is None or name in saved_names:
+    column_range = _columns_in_name(name)
+    if column_range is None or name in saved_names:
         return {name: live}
-    state, start, stop = columns
+    state, start, stop = column_range
     to_read = {}
     for saved_name in saved_names:
-        saved = _columns_in_name(saved_name)
-        if saved is None or saved[0] != state:
+        saved_range = _columns_in_name(saved_name)
+        if saved_range is None or saved_range[0] != state:
             continue
-        shared = min(stop, saved[2]) - max(start, saved[1])
-        if shared > 0:
-            column_share = shared / (stop - start)
+        _, saved_start, saved_stop = saved_range
+        num_shared = min(stop, saved_stop) - max(start, saved_start)
+        if num_shared > 0:
+            column_share = num_shared / (stop - start)
             shards = [AddedShard(shard.offsets, shard.tensor, column_share) for shard in live.shards]
             to_read[saved_name] = TensorShards(live.size, live.dtype, shards)
     for shard in live.shards:

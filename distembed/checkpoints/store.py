@@ -23,10 +23,12 @@ from distembed.base.units import format_bytes
 from distembed.data.remote import file_system
 
 LAST_FILE = "progress.json"
+"""The file that is written last: a checkpoint with it is whole."""
 INDEX_FILE = "index.json"
 METADATA_FILE = ".metadata"
 """The index of a checkpoint in torch's own format, which earlier versions of distembed wrote."""
 _FIELDS = {"world_size", "tables", "optimizers", "progress", KEY}
+"""Fields of ``progress.json``, besides the checksum of the index."""
 _MOST_BYTES = 8 << 30
 """Largest size of ``progress.json`` or an index that is read from a local folder."""
 _PASSING = {errno.EIO, errno.EBUSY, errno.ESTALE, errno.ETIMEDOUT, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EMFILE}
@@ -305,8 +307,8 @@ def read_last_file(checkpoint: str) -> dict[str, Any]:
         contents = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{LAST_FILE} is no JSON: {error}") from error
-    kinds = (_FIELDS | {"index_checksum"}, _FIELDS | {"metadata_checksum"})  # the latter in torch's own format
-    if not isinstance(contents, dict) or contents.keys() not in kinds:
+    field_sets = (_FIELDS | {"index_checksum"}, _FIELDS | {"metadata_checksum"})  # the latter in torch's own format
+    if not isinstance(contents, dict) or contents.keys() not in field_sets:
         raise ValueError(f"{LAST_FILE} has not the fields that this version reads; an early version may have made it")
     if checksum_differs(contents):
         raise ValueError(f"{LAST_FILE} does not have the checksum that it was written with")

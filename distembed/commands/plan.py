@@ -303,17 +303,20 @@ def _configured_model(arguments: Sequence[str], model_options: ModelOptions, to_
 
 
 def _with_ids_per_row(data: "DataConfig", text: str) -> "DataConfig":
-    """Returns the section with the counts of ``--ids-per-row`` in place of its own."""
-    from distembed.data.dataset.config import OWN_COUNTS
+    """Returns the section with the counts of ``--ids-per-row``; features that it does not name keep theirs."""
+    from distembed.data.dataset.config import COUNTS_REFUSED
     from distembed.reports.plan.own_options import parse_ids_per_row
 
     overridden = parse_ids_per_row(text)
     if data.path is not None:
-        raise UserError(f"{OWN_COUNTS} --ids-per-row; leave it out, or plan with data.schema in place of data.path.")
-    means = {feature.name: feature.mean_ids_per_row for feature in data.load_schema().categorical}
+        raise UserError(
+            f"{COUNTS_REFUSED} --ids-per-row; leave it out, or plan with data.schema in place of data.path."
+        )
+    # load_schema applies data.ids_per_row, so these are the counts that the config gives
+    configured = {feature.name: feature.mean_ids_per_row for feature in data.load_schema().categorical}
     for feature in overridden:
-        one_of("--ids-per-row", feature, means)
-    return dataclasses.replace(data, ids_per_row={**means, **overridden})
+        one_of("--ids-per-row", feature, configured)
+    return dataclasses.replace(data, ids_per_row={**configured, **overridden})
 
 
 def _own_model(arguments: Sequence[str], model_options: ModelOptions, to_write: "PlanFiles") -> "Plannable":

@@ -44,7 +44,7 @@ class Groups:
     buckets: Int64[Tensor, " chunks"]  # the bucket of each chunk
     ids: Int64[Tensor, "chunks size"]  # the index of the input in each slot
     is_own: Bool[Tensor, "chunks size 1"]  # false where an id is repeated to fill its bucket's last chunk
-    slots: Int64[Tensor, " ids"]  # the slot of each id, not counting repetitions
+    slot_of_id: Int64[Tensor, " ids"]  # the slot of each id, not counting repetitions
 
 
 class ChunkSize(NamedTuple):
@@ -85,7 +85,7 @@ def group_in_chunks(rows: Int64[Tensor, " ids"], counts: Int64[Tensor, " buckets
     ends, chunk_ends = counts.cumsum(0), chunks.cumsum(0)
     shift = size * (chunk_ends - chunks) - (ends - counts)
     by_run = torch.arange(num_ids, device=device) + shift.repeat_interleave(counts, output_size=num_ids)
-    slots = torch.empty_like(by_run).scatter_(0, order, by_run)
+    slot_of_id = torch.empty_like(by_run).scatter_(0, order, by_run)
 
     numbers = torch.arange(num_chunks, device=device)
     buckets = torch.searchsorted(chunk_ends, numbers, right=True).clamp_(max=num_buckets - 1)
@@ -93,7 +93,7 @@ def group_in_chunks(rows: Int64[Tensor, " ids"], counts: Int64[Tensor, " buckets
     # slots beyond the bucket's last id repeat that id; is_own tells them apart
     last_position = (ends[buckets] - 1).unsqueeze(1)
     ids = order.index_select(0, torch.minimum(position, last_position).flatten()).view(num_chunks, size)
-    return Groups(buckets=buckets, ids=ids, is_own=(position <= last_position).unsqueeze(2), slots=slots)
+    return Groups(buckets=buckets, ids=ids, is_own=(position <= last_position).unsqueeze(2), slot_of_id=slot_of_id)
 
 
 def _sort(rows: Int64[Tensor, " ids"], num_buckets: int) -> Int64[Tensor, " ids"]:
@@ -166,14 +166,14 @@ def evaluate_in_program(
     ends, chunk_ends = counts.cumsum(0), ((counts + (size - 1)) // size).cumsum(0)
     shift = size * chunk_ends.roll(1).index_fill(0, chunk_ends.new_zeros(1), 0) - (ends - counts)
     by_run = torch.arange(num_ids, device=rows.device) + shift.index_select(0, rows.index_select(0, order))
-    slots = torch.zeros_like(by_run).scatter(0, order, by_run)
+    slot_of_id = torch.zeros_like(by_run).scatter(0, order, by_run)
 
     chunk_numbers = torch.arange(num_chunks, device=rows.device)
     buckets = torch.searchsorted(chunk_ends, chunk_numbers, right=True).clamp(max=num_buckets - 1)
-    in_slots = inputs.new_zeros(num_chunks * size, inputs.shape[1]).index_copy(0, slots, inputs)
+    in_slots = inputs.new_zeros(num_chunks * size, inputs.shape[1]).index_copy(0, slot_of_id, inputs)
     packed = functions.index_select(0, buckets).to(inputs.dtype)
     outputs = layers.forward(in_slots.view(num_chunks, size, -1), packed)
-    return outputs.flatten(0, 1).index_select(0, slots).to(inputs.dtype)
+    return outputs.flatten(0, 1).index_select(0, slot_of_id).to(inputs.dtype)
 
 
 class _Grouped(torch.autograd.Function):
@@ -190,28 +190,31 @@ class _Grouped(torch.autograd.Function):
         with torch.autocast(inputs.device.type, enabled=False):
             for block in blocks:
                 selected = _select(inputs, functions, block, compute_dtype)
-                outputs[block.slots] = layers.forward(*selected, hidden).flatten(0, 1)
-        saved = [] if hidden is None else [*selected, *hidden]
-        ctx.save_for_backward(inputs, functions, *saved)
+                outputs[block.slot_range] = layers.forward(*selected, hidden).flatten(0, 1)
+        only_block = [] if hidden is None else [*selected, *hidden]
+        ctx.save_for_backward(inputs, functions, *only_block)
         ctx.groups, ctx.blocks, ctx.layers, ctx.compute_dtype = groups, blocks, layers, compute_dtype
-        return outputs.index_select(0, groups.slots).to(inputs.dtype)
+        return outputs.index_select(0, groups.slot_of_id).to(inputs.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor, None, None, None]:
         (output_gradient,) = gradients
-        inputs, functions, *saved = ctx.saved_tensors
+        inputs, functions, *only_block = ctx.saved_tensors
         groups, layers, compute_dtype = ctx.groups, ctx.layers, ctx.compute_dtype
-        input_gradient = torch.empty(groups.ids.numel(), inputs.shape[1], dtype=compute_dtype, device=inputs.device)
+        # slots that repeat an id to fill a chunk get gradients of 0, and are not read in the end
+        slot_gradient = torch.empty(groups.ids.numel(), inputs.shape[1], dtype=compute_dtype, device=inputs.device)
         function_gradient = torch.zeros_like(functions)
         with torch.autocast(inputs.device.type, enabled=False):
             for block in ctx.blocks:
-                block_inputs, packed, *hidden = saved or _select(inputs, functions, block, compute_dtype)
-                gradient = _gather(output_gradient, block.ids, compute_dtype).mul_(block.is_own)
+                # only a single block was saved; of several, the layers compute each one's hidden values again
+                block_inputs, packed, *hidden = only_block or _select(inputs, functions, block, compute_dtype)
+                gradient = _gather(output_gradient, block.ids, compute_dtype).mul_(block.is_own)  # [chunks, size, dim]
                 block_gradient, packed_gradient = layers.backward(block_inputs, packed, gradient, hidden)
-                input_gradient[block.slots] = block_gradient.flatten(0, 1)
+                slot_gradient[block.slot_range] = block_gradient.flatten(0, 1)
                 function_gradient.index_add_(0, block.buckets, packed_gradient.to(functions.dtype))
-        return input_gradient.index_select(0, groups.slots).to(inputs.dtype), function_gradient, None, None, None
+        input_gradient = slot_gradient.index_select(0, groups.slot_of_id).to(inputs.dtype)
+        return input_gradient, function_gradient, None, None, None
 
 
 def _select(
@@ -227,7 +230,7 @@ class _Block(NamedTuple):
     buckets: Int64[Tensor, " chunks"]
     ids: Int64[Tensor, "chunks size"]
     is_own: Bool[Tensor, "chunks size 1"]
-    slots: slice
+    slot_range: slice
 
 
 def _blocks(groups: Groups, layers: PackedLayers, inputs: Float[Tensor, "ids dim"]) -> Iterator[_Block]:
@@ -238,8 +241,8 @@ def _blocks(groups: Groups, layers: PackedLayers, inputs: Float[Tensor, "ids dim
     step = max(1, limit // (size * bytes_per_input))
     for start in range(0, num_chunks, step):
         chunks = slice(start, min(start + step, num_chunks))
-        slots = slice(chunks.start * size, chunks.stop * size)
-        yield _Block(groups.buckets[chunks], groups.ids[chunks], groups.is_own[chunks], slots)
+        slot_range = slice(chunks.start * size, chunks.stop * size)
+        yield _Block(groups.buckets[chunks], groups.ids[chunks], groups.is_own[chunks], slot_range)
 
 
 def _gather(

@@ -52,6 +52,8 @@ NUM_BAGS = 1
 VECTOR_START = 2  # bytes from the address of all vectors to the feature's first
 FEATURE_FIELDS = 3
 
+FLOAT_BYTES, ADDRESS_BYTES = 4, 8
+
 BLOCK_IDS = 64
 """Number of ids that are mapped, and whose rows are prefetched, before the first of them is composed."""
 

@@ -38,33 +38,31 @@ class FusedLookup:
 
     Args:
         formula: The formula of all tables.
-        parts: ``parts[feature][j]``: partition j of the feature's table; features of one table share its parts.
-        tables: Number of features of each table; a table's features are neighbours.
-        storages: Memory of each partition's rows; only addresses may differ from step to step.
+        feature_parts: ``feature_parts[i][j]`` is partition j of the table of feature i; features of one table share
+            its parts.
+        features_per_table: Number of features of each table; a table's features are neighbours.
+        storages: ``storages[j]`` is the memory of partition j's rows, of all tables; only addresses may differ from
+            step to step.
     """
 
     def __init__(
-        self, formula: Formula, parts: Sequence[Sequence[TablePart]], tables: Sequence[int], storages: Sequence[Storage]
+        self,
+        formula: Formula,
+        feature_parts: Sequence[Sequence[TablePart]],
+        features_per_table: Sequence[int],
+        storages: Sequence[Storage],
     ) -> None:
-        self.formula, self._num_features, self.updates = formula, len(parts), Updates()
+        self.formula, self.updates = formula, Updates()
         self._kernels = load_kernels(formula.lanes)
-        ends = np.cumsum(tables)
-        self._features_of_tables = np.stack([ends - tables, ends], 1)
-        self._partitions = np.zeros((len(formula.columns), layout.PARTITION_FIELDS), np.int64)
-        for fields, columns, storage in zip(self._partitions, formula.columns, storages, strict=True):
-            fields[layout.NUM_COLUMNS], fields[layout.COLUMN_START] = len(columns), columns.start
-            fields[layout.STATE_ROW_BYTES] = 4 * num_states(storage.optimizer, len(columns))
-        self._table_of_feature = np.repeat(np.arange(len(tables)), tables)
-        itemsizes = [storage.itemsize for storage in storages]
-        self._parts = np.array(
-            [
-                [_part_fields(part, itemsize) for part, itemsize in zip(table_parts, itemsizes, strict=True)]
-                for table_parts in parts
-            ],
-            np.int64,
-        )
-        self._features = np.zeros((self._num_features, layout.FEATURE_FIELDS), np.int64)
-        self._given_parts, self._given_tables = parts, tables
+        # lookups of a single partition are made from these (_alone), and errors name the rows of parts
+        self._feature_parts, self._features_per_table = feature_parts, features_per_table
+        self._num_features = len(feature_parts)
+        ends = np.cumsum(features_per_table)
+        self._feature_ranges = np.stack([ends - features_per_table, ends], 1)  # [tables, 2]: first feature, last + 1
+        self._table_of_feature = np.repeat(np.arange(len(features_per_table)), features_per_table)
+        # what the kernels' blocks hold in every step; _placed copies them and fills in a step's addresses
+        self._partitions, self._parts = _partition_fields(formula, storages), _part_fields(feature_parts, storages)
+        # steps whose backward pass is to come and needs the rows of now: copied before another step updates them
         self._waiting: WeakSet[_Step] = WeakSet()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -91,8 +89,8 @@ class FusedLookup:
             storages: Memory of each partition's rows in this step.
             counts: Number of ids of each feature, for sequences; None where ids are pooled, in equally many bags each.
         """
-        features = self._features.copy()
-        width_bytes = 4 * self.formula.width
+        features = np.zeros((self._num_features, layout.FEATURE_FIELDS), np.int64)
+        width_bytes = layout.FLOAT_BYTES * self.formula.width
         if counts is None:
             num_bags = (len(offsets) - 1) // self._num_features
             features[:, layout.FIRST_BAG] = np.arange(self._num_features) * num_bags
@@ -156,7 +154,7 @@ class FusedLookup:
         outputs = torch.empty(step.shape, dtype=torch.float32)
         placed = self._placed(step.storages)
         job = self._job(step, batch, placed, outputs)
-        scratch_bytes = 8 * layout.BLOCK_IDS * len(placed.partitions)
+        scratch_bytes = layout.ADDRESS_BYTES * layout.BLOCK_IDS * len(placed.partitions)  # rows of a block of ids
 
         def compose(share: int, num_shares: int) -> None:
             scratch = torch.empty(scratch_bytes, dtype=torch.uint8)
@@ -172,7 +170,7 @@ class FusedLookup:
         """Returns the error that names the first id of a feature whose row is not on this rank, from a new search."""
         first_bag, num_bags = step.features[feature, [layout.FIRST_BAG, layout.NUM_BAGS]].tolist()
         for raw_id in batch.ids[batch.offsets[first_bag] : batch.offsets[first_bag + num_bags]].tolist():
-            for j, part in enumerate(self._given_parts[feature]):
+            for j, part in enumerate(self._feature_parts[feature]):
                 row = raw_id % 2**64 // part.digit.divisor % (part.digit.modulus or 2**64)
                 if not part.first_row <= row < part.first_row + part.num_rows:
                     return IndexError(
@@ -187,7 +185,7 @@ class FusedLookup:
         features, first_ids = step.features.copy(), batch.offsets[step.features[:, layout.FIRST_BAG]]
         features[:, layout.FIRST_BAG] = first_ids.numpy()
         features[:, layout.NUM_BAGS] = torch.diff(first_ids, append=batch.offsets[-1:]).numpy()
-        features[:, layout.VECTOR_START] = 4 * width * features[:, layout.FIRST_BAG]
+        features[:, layout.VECTOR_START] = layout.FLOAT_BYTES * width * features[:, layout.FIRST_BAG]
         id_step = _Step(self, features, step.storages, (len(batch.ids), width), step.updates)
         return id_step, _Batch(batch.ids, torch.arange(len(batch.ids) + 1), None)
 
@@ -218,8 +216,8 @@ class FusedLookup:
     def _alone(self, j: int, step: "_Step", batch: "_Batch") -> tuple["FusedLookup", "_Step", "_Batch"]:
         """Returns a lookup of partition ``j`` alone, in which each id gets its row, with its step and batch."""
         width = len(self.formula.columns[j])
-        parts = [[table_parts[j]] for table_parts in self._given_parts]
-        lookup = FusedLookup(Formula([range(width)], False, False), parts, self._given_tables, [step.storages[j]])
+        formula, parts = Formula([range(width)], False, False), [[parts[j]] for parts in self._feature_parts]
+        lookup = FusedLookup(formula, parts, self._features_per_table, [step.storages[j]])
         id_step, id_batch = self._bag_per_id(step, batch, width)
         return lookup, replace(id_step, lookup=lookup, storages=[step.storages[j]]), id_batch
 
@@ -301,7 +299,7 @@ class FusedLookup:
         The table with most ids goes first, always to the thread with fewest so far. No table has two threads, so that
         sums of gradients do not depend on the number of threads.
         """
-        ranges = self._features_of_tables
+        ranges = self._feature_ranges
         num_threads = min(torch.get_num_threads(), len(ranges))
         if num_threads == 1:
             return [ranges]
@@ -334,13 +332,14 @@ class FusedLookup:
         return placed
 
     def _job(self, step: "_Step", batch: "_Batch", placed: "_Placed", vectors: Tensor) -> Any:
+        """Returns the job block of ``layout``; ``vectors`` are the composed vectors, or their gradients."""
         job = np.zeros(layout.JOB_FIELDS, np.int64)
         job[layout.IDS], job[layout.OFFSETS] = batch.ids.data_ptr(), batch.offsets.data_ptr()
         job[layout.WEIGHTS] = 0 if batch.weights is None else batch.weights.data_ptr()
         job[layout.FEATURES], job[layout.NUM_FEATURES] = step.features.ctypes.data, self._num_features
         job[layout.PARTITIONS], job[layout.NUM_PARTITIONS] = placed.partitions.ctypes.data, len(placed.partitions)
         job[layout.PARTS] = placed.parts.ctypes.data
-        job[layout.VECTORS], job[layout.STRIDE] = vectors.data_ptr(), 4 * vectors.stride(0)
+        job[layout.VECTORS], job[layout.STRIDE] = vectors.data_ptr(), layout.FLOAT_BYTES * vectors.stride(0)
         job[layout.WIDTH], job[layout.IS_PRODUCT] = self.formula.width, self.formula.is_product
         return job
 
@@ -366,9 +365,9 @@ class _Step:
     """One lookup, as its backward pass needs it again."""
 
     lookup: FusedLookup
-    features: Any
+    features: npt.NDArray[np.int64]  # the blocks [features, FEATURE_FIELDS] of layout
     storages: Sequence[Storage]
-    shape: tuple[int, int]
+    shape: tuple[int, int]  # of the composed vectors
     updates: tuple[int, ...]  # updates before this lookup, as of Updates.so_far
     batch: _Batch | None = None  # until the backward pass
     saved_vectors: list[Tensor] | None = None  # [ids, width], their product is each id's vector; set if rows changed
@@ -396,14 +395,27 @@ class _Fused(torch.autograd.Function):
         return None, None, None, id_gradients, *returned
 
 
-def _part_fields(part: TablePart, itemsize: int) -> list[int]:
-    divisor, modulus = part.digit.divisor, part.digit.modulus or 0
-    fields = [0] * layout.PART_FIELDS
-    fields[layout.DIVISOR], fields[layout.DIVISOR_RECIPROCAL] = divisor, _reciprocal(divisor)
-    fields[layout.MODULUS], fields[layout.MODULUS_RECIPROCAL] = modulus, _reciprocal(modulus)
-    fields[layout.FIRST_ROW], fields[layout.NUM_ROWS] = part.first_row, part.num_rows
-    fields[layout.WEIGHT_START], fields[layout.STATE_START] = itemsize * part.weight_start, 4 * part.state_start
-    return fields
+def _partition_fields(formula: Formula, storages: Sequence[Storage]) -> npt.NDArray[np.int64]:
+    """Returns the blocks ``[partitions, PARTITION_FIELDS]`` of ``layout``, without a step's addresses."""
+    blocks = np.zeros((len(formula.columns), layout.PARTITION_FIELDS), np.int64)
+    for block, columns, storage in zip(blocks, formula.columns, storages, strict=True):
+        block[layout.NUM_COLUMNS], block[layout.COLUMN_START] = len(columns), columns.start
+        block[layout.STATE_ROW_BYTES] = layout.FLOAT_BYTES * num_states(storage.optimizer, len(columns))
+    return blocks
+
+
+def _part_fields(feature_parts: Sequence[Sequence[TablePart]], storages: Sequence[Storage]) -> npt.NDArray[np.int64]:
+    """Returns the blocks ``[features, partitions, PART_FIELDS]`` of ``layout``, without a step's addresses."""
+    blocks = np.zeros((len(feature_parts), len(storages), layout.PART_FIELDS), np.int64)
+    for feature, parts in enumerate(feature_parts):
+        for block, part, storage in zip(blocks[feature], parts, storages, strict=True):
+            divisor, modulus = part.digit.divisor, part.digit.modulus or 0
+            block[layout.DIVISOR], block[layout.DIVISOR_RECIPROCAL] = divisor, _reciprocal(divisor)
+            block[layout.MODULUS], block[layout.MODULUS_RECIPROCAL] = modulus, _reciprocal(modulus)
+            block[layout.FIRST_ROW], block[layout.NUM_ROWS] = part.first_row, part.num_rows
+            block[layout.WEIGHT_START] = storage.itemsize * part.weight_start
+            block[layout.STATE_START] = layout.FLOAT_BYTES * part.state_start
+    return blocks
 
 
 def _reciprocal(divisor: int) -> int:

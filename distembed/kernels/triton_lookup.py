@@ -38,10 +38,14 @@ class TritonLookup:
     """Looks the ids of a group of tables up; arguments as :class:`distembed.kernels.operation.FusedLookup`."""
 
     def __init__(
-        self, formula: Formula, parts: Sequence[Sequence[TablePart]], tables: Sequence[int], storages: Sequence[Storage]
+        self,
+        formula: Formula,
+        feature_parts: Sequence[Sequence[TablePart]],
+        features_per_table: Sequence[int],
+        storages: Sequence[Storage],
     ) -> None:
         triton_kernels()  # a missing Triton is an error here, and not in the first step
-        self._tables, self.updates = DeviceTables(formula, parts, tables, storages), Updates()
+        self._tables, self.updates = DeviceTables(formula, feature_parts, features_per_table, storages), Updates()
 
     def __call__(
         self,

@@ -51,21 +51,28 @@ class DeviceTables:
         num_features: Number of features of all tables.
         num_keys: Number of rows of all tables, in each partition.
         rules: Whether rows follow by a division (1), a modulus (2), or both (3), in each partition.
+
+    Arguments as :class:`distembed.kernels.operation.FusedLookup`.
     """
 
     def __init__(
-        self, formula: Formula, parts: Sequence[Sequence[TablePart]], tables: Sequence[int], storages: Sequence[Storage]
+        self,
+        formula: Formula,
+        feature_parts: Sequence[Sequence[TablePart]],
+        features_per_table: Sequence[int],
+        storages: Sequence[Storage],
     ) -> None:
-        self.formula, self.num_features = formula, len(parts)
+        self.formula, self.num_features = formula, len(feature_parts)
         num_partitions = len(formula.columns)
-        first_features = [0, *accumulate(tables)][:-1]
-        self.rules = tuple(_rule([table_parts[j] for table_parts in parts]) for j in range(num_partitions))
+        first_features = [0, *accumulate(features_per_table)][:-1]
+        self.rules = tuple(_rule([parts[j] for parts in feature_parts]) for j in range(num_partitions))
+        # keys number a partition's rows through all tables: first_keys[i][j] is the first of feature i's table
         num_keys = [0] * num_partitions
         first_keys: list[list[int]] = []
-        for feature, table_parts in enumerate(parts):
+        for feature, parts in enumerate(feature_parts):
             if feature in first_features:
                 first_keys.append(list(num_keys))
-                num_keys = [number + part.num_rows for number, part in zip(num_keys, table_parts, strict=True)]
+                num_keys = [number + part.num_rows for number, part in zip(num_keys, parts, strict=True)]
             else:
                 first_keys.append(first_keys[-1])
         self.num_keys = tuple(num_keys)
@@ -73,11 +80,9 @@ class DeviceTables:
             [
                 [
                     _part_fields(part, first_key, len(columns), storage.optimizer)
-                    for part, first_key, columns, storage in zip(
-                        table_parts, keys, formula.columns, storages, strict=True
-                    )
+                    for part, first_key, columns, storage in zip(parts, keys, formula.columns, storages, strict=True)
                 ]
-                for table_parts, keys in zip(parts, first_keys, strict=True)
+                for parts, keys in zip(feature_parts, first_keys, strict=True)
             ],
             dtype=torch.int64,
         )

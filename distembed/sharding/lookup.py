@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from itertools import groupby, islice
+from itertools import groupby, islice, pairwise
 from typing import Any
 
 import torch
@@ -170,10 +170,11 @@ def _weights_of_kernel(kernel: Any) -> list[Tensor]:
     tbe = kernel.emb_module
     if len(tbe.embedding_specs) == 1:  # the backward pass of a slice would allocate a gradient of the whole weight
         return [tbe.weights.view(tbe.embedding_specs[0])]
-    starts = tbe.weights_physical_offsets
+    # offsets are [0, end of shard 0, end of shard 1, ...]; a spec is a shard's (rows, dim)
+    bounds = pairwise(tbe.weights_physical_offsets)
     return [
-        tbe.weights[start:stop].view(size)
-        for start, stop, size in zip(starts, starts[1:], tbe.embedding_specs, strict=False)
+        tbe.weights[start:stop].view(rows_and_dim)
+        for (start, stop), rows_and_dim in zip(bounds, tbe.embedding_specs, strict=True)
     ]
 
 

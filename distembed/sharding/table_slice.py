@@ -104,17 +104,19 @@ def slice_table(
 def partition_slices(table: CompositionalEmbeddingConfig, start: int, stop: int) -> list[PartitionSlice]:
     """Returns the partitions' columns that contribute to columns ``[start, stop)`` of the output.
 
-    Raises a UserError for a part of the columns if each depends on all columns of its partitions (paths).
+    Where a path composes them, every output column depends on all columns of every partition: such a table cannot be
+    divided by columns, and less than all of them is a UserError.
     """
     parts = table.partition_tables()
     columns = table.combine.columns(table.embedding_dim, len(parts))
-    if columns is None:
+    if columns is None:  # a path
         if (start, stop) != (0, width(table)):
             raise UserError(
                 f"table {table.name!r}: columns [{start}, {stop}) are planned apart, but each number of a vector that "
                 f"{table.combine.name} composes depends on all {parts[0].dim} columns; place the table table_wise, "
                 "row_wise or data_parallel, or in one range of columns."
             )
+        # the functions of a path lie whole on every rank, outside of all slices; other compositions have none
         return [PartitionSlice(part, 0, part.dim) for part in parts if not part.is_function]
     slices = []
     for part, part_columns in zip(parts, columns, strict=True):
@@ -160,6 +162,7 @@ def _equal_columns(table: CompositionalEmbeddingConfig, shards: Sequence[ShardMe
 
 
 def _cut(shard: ShardMetadata, columns: int | None) -> list[ShardMetadata]:
+    """Returns a shard in ranges of ``columns`` columns each; whole without a width."""
     if columns is None:
         return [shard]
     row, num_rows = shard.shard_offsets[0], shard.shard_sizes[0]
@@ -183,6 +186,7 @@ def shard_rank(shard: ShardMetadata) -> int:
 
 
 def _require_all_columns(table: CompositionalEmbeddingConfig, shards: Sequence[ShardMetadata]) -> None:
+    """Raises a UserError unless shards, in the order of their columns, cover a table's output once, without gaps."""
     end = 0
     for shard in shards:
         if shard.shard_offsets[1] != end:

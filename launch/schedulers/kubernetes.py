@@ -27,7 +27,6 @@ from torchx.specs import AppDef, AppDryRunInfo, AppState, Role
 from launch.apps.roles import GRACE_SECONDS
 from launch.nodes.exit_codes import INTERRUPTED, MISTAKES, RETRIES_USED, RETRIES_VARIABLE
 
-_FAILURES = ["PodFailed", "PodEvicted"]
 _MOST_STARTS = 100
 """How often Volcano starts a job again whose nodes count failures themselves."""
 # After the grace the launcher still has to end its processes and to print their errors.
@@ -86,20 +85,38 @@ def _correct(app: AppDef, spec: dict[str, Any]) -> None:
 
 
 def _policies(role: Role, replica: int) -> list[dict[str, Any]]:
-    """Returns Volcano's policies for a replica's pod that has failed or was evicted; the first that applies counts."""
-    # A task is one pod. The nodes meet at replica 0: without it the other replicas cannot continue.
-    is_needed = replica == 0 or not _is_elastic(role)
-    restart = "RestartJob" if is_needed else "RestartTask"
-    give_up = [{"events": _FAILURES, "action": "TerminateJob"}] if is_needed else []
-    if not _is_resumable(role):
-        return [{"events": _FAILURES, "action": restart}] if role.max_retries else give_up
-    by_code = [{"exitCode": code, "action": "TerminateJob"} for code in (*MISTAKES, RETRIES_USED)]
-    by_code += [{"exitCode": INTERRUPTED, "action": restart}]
-    # an evicted pod may have been told to end, and has saved; the nodes count it where it has not
+    """Returns Volcano's policies for the end of a replica's pod; the first that applies counts.
+
+    ============================================  =================  =======================================
+    the pod ends                                  role with retries  role without retries
+    ============================================  =================  =======================================
+    with MISTAKES or RETRIES_USED (if resumable)  end the job        end the job
+    with INTERRUPTED (if resumable)               restart            restart
+    by any other failure                          restart            end the job
+    by an eviction                                restart            restart if resumable, else end the job
+    ============================================  =================  =======================================
+
+    A pod that the other pods need restarts the whole job, and any other pod itself alone. The last two rows end the job
+    only for a needed pod; otherwise there is no policy, and the job continues without the pod.
+    """
+    # The nodes meet at replica 0: without it the other replicas cannot continue.
+    is_needed, is_resumable = replica == 0 or not _is_elastic(role), _is_resumable(role)
+    restart = "RestartJob" if is_needed else "RestartTask"  # a task is one pod
+    by_code = _policies_by_exit_code(restart) if is_resumable else []
     if role.max_retries:
-        return [*by_code, {"events": _FAILURES, "action": restart}]
+        return [*by_code, {"events": ["PodFailed", "PodEvicted"], "action": restart}]
+    if not is_resumable:
+        return [{"events": ["PodFailed", "PodEvicted"], "action": "TerminateJob"}] if is_needed else []
+    # A pod is mostly told to end before it is evicted, and saves. If it could not, the next start counts the failure.
+    evicted = {"event": "PodEvicted", "action": restart}
     failed = [{"event": "PodFailed", "action": "TerminateJob"}] if is_needed else []
-    return [*by_code, {"event": "PodEvicted", "action": restart}, *failed]
+    return [*by_code, evicted, *failed]
+
+
+def _policies_by_exit_code(restart: str) -> list[dict[str, Any]]:
+    """Returns the policies for the exit codes of a resumable role's nodes; ``restart`` is the action that restarts."""
+    give_up = [{"exitCode": code, "action": "TerminateJob"} for code in (*MISTAKES, RETRIES_USED)]
+    return [*give_up, {"exitCode": INTERRUPTED, "action": restart}]
 
 
 def _is_resumable(role: Role) -> bool:

@@ -38,10 +38,10 @@ def test_there_are_chunks_enough_and_each_id_has_a_slot_of_its_bucket(
     groups = group_blindly(rows, num_buckets)
     num_chunks, size = groups.ids.shape
     assert sum(-(-int(count) // size) for count in torch.bincount(rows, minlength=num_buckets)) <= num_chunks
-    assert torch.equal(groups.ids.flatten()[groups.slots], torch.arange(num_ids))
+    assert torch.equal(groups.ids.flatten()[groups.slot_of_id], torch.arange(num_ids))
     own = groups.is_own.flatten().nonzero().squeeze(1)
-    assert torch.equal(own, groups.slots.sort().values)
-    assert torch.equal(groups.buckets.repeat_interleave(size)[groups.slots], rows)
+    assert torch.equal(own, groups.slot_of_id.sort().values)
+    assert torch.equal(groups.buckets.repeat_interleave(size)[groups.slot_of_id], rows)
 
 
 @pytest.mark.parametrize(("num_ids", "num_buckets", "shape"), CASES)

@@ -130,7 +130,7 @@ def test_groups_hold_each_id_once_in_a_chunk_of_its_bucket(is_sorted: bool) -> N
     groups = grouped.group(rows, 70)
     own = groups.ids[groups.is_own.squeeze(2)]
     assert own.sort().values.tolist() == list(range(500))
-    assert groups.ids.flatten()[groups.slots].tolist() == list(range(500))
+    assert groups.ids.flatten()[groups.slot_of_id].tolist() == list(range(500))
     assert torch.equal(rows[groups.ids], groups.buckets.unsqueeze(1).expand_as(groups.ids))
 
 

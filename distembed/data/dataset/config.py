@@ -17,8 +17,8 @@ from distembed.data.remote import is_url
 
 _MOST_THREADS = 4
 _MOST_IDS = 2**31  # more ids than any row has
-OWN_COUNTS = "a dataset (data.path) knows how many ids its rows have, so that plans need no"
-"""Why counts of ids are refused together with a dataset."""
+COUNTS_REFUSED = "a dataset (data.path) knows how many ids its rows have, so that plans need no"
+"""Beginning of the error for counts of ids that are given together with a dataset; the setting's name follows."""
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
@@ -68,7 +68,7 @@ class DataConfig:
     @model_validator(mode="after")
     def _has_one_source_of_counts(self) -> "DataConfig":
         if self.path is not None and self.ids_per_row is not None:
-            raise ValueError(f"{OWN_COUNTS} ids_per_row; set data.ids_per_row=null, or leave data.path out")
+            raise ValueError(f"{COUNTS_REFUSED} ids_per_row; set data.ids_per_row=null, or leave data.path out")
         return self
 
     def threads_of_rank(self, local_world_size: int) -> int:
@@ -81,7 +81,7 @@ class DataConfig:
         return max(0, min(usable_cores() // local_world_size - 1, _MOST_THREADS))
 
     def load_schema(self) -> Schema:
-        """Returns the columns, from the dataset's manifest or from the named shape."""
+        """Returns the columns, from the dataset's manifest, or from the named shape with ``ids_per_row`` applied."""
         if self.path is None and self.schema is not None:
             return self._with_ids_per_row(SCHEMAS[one_of("data.schema", self.schema, SCHEMAS)])
         return Manifest.load(
@@ -89,6 +89,7 @@ class DataConfig:
         ).schema
 
     def _with_ids_per_row(self, schema: Schema) -> Schema:
+        """Returns a named shape with the counts of ``ids_per_row``; a feature of another count than 1 is multi-hot."""
         ids_per_row, names = self.ids_per_row, schema.categorical_names
         if ids_per_row is None:
             return schema

@@ -1,8 +1,8 @@
 """Rows of a table to the columns of a dataset, as a schema says; malformed rows are set aside.
 
-The input is an Arrow table of the columns that the schema names. They are texts, as of CSV files, or typed, as of
-Parquet: a number or a truth value and its text are the same value, and true is 1 where a number is wanted. A row is
-malformed, for the first of these reasons:
+The input is an Arrow table of the columns that the schema names; no embedding table is meant here. The columns are
+texts, as of CSV files, or typed, as of Parquet: a number or a truth value and its text are the same value, and true is
+1 where a number is wanted. A row is malformed, for the first of these reasons:
 
 - ``label``: the label is missing, or none of its kind;
 - ``weight``: the weight is missing, negative, or no finite number;
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -44,6 +44,14 @@ REASONS: tuple[str, ...] = ("columns", "text", "json", "label", "weight", "time"
 
 # What would begin another field or line of rejected.tsv.
 _ESCAPED = {ord("\t"): "\\t", ord("\n"): "\\n", ord("\r"): "\\r"}
+
+
+class _NumberUse(NamedTuple):
+    """A column of the table that a feature takes numbers from."""
+
+    reason: str  # reason for which malformed rows are rejected
+    column: str  # name in the table
+    transform: str
 
 
 class TableParser:
@@ -95,7 +103,7 @@ class TableParser:
     def _numbers(
         self, columns: Mapping[str, pa.Array], num_rows: int
     ) -> Iterator[tuple[str, str, tuple[NDArray[Any], Bools]]]:
-        """Yields (reason if malformed, name in the table, (numbers, malformed mask)) in the order of the layout."""
+        """Yields (reason if malformed, column's name, (numbers, malformed mask)) in the order of the layout."""
         schema = self._schema
         if schema.label is not None:
             yield "label", schema.label.column, label_values(columns[schema.label.column], schema.label)
@@ -103,20 +111,30 @@ class TableParser:
             yield "weight", schema.weight.column, weight_values(columns[schema.weight.column])
         if schema.time is not None:
             yield "time", schema.time.column, time_values(columns[schema.time.column], schema.time)
-        uses = [("dense", column, schema.dense[name].transform) for name, column in schema.dense_columns.items()]
-        uses += [("id", schema.categorical_columns[name][0], "none") for name in _quantile_bins(schema)]
-        values_by_use: dict[int, tuple[NDArray[Any], Bools]] = {}
-        for transform, rows_by_use, array in _grouped([(use[2], columns[use[1]]) for use in uses], num_rows):
+        uses = [
+            _NumberUse("dense", column, schema.dense[name].transform) for name, column in schema.dense_columns.items()
+        ]
+        # bins are cut at quantiles of all rows, which are known only after parsing: until then their values are numbers
+        uses += [_NumberUse("id", schema.categorical_columns[name][0], "none") for name in _quantile_bins(schema)]
+        for use, numbers_and_mask in zip(uses, self._numbers_of_uses(uses, columns, num_rows), strict=True):
+            yield use.reason, use.column, numbers_and_mask
+
+    def _numbers_of_uses(
+        self, uses: Sequence[_NumberUse], columns: Mapping[str, pa.Array], num_rows: int
+    ) -> list[tuple[NDArray[Any], Bools]]:
+        """Returns the float32 numbers and the mask of malformed rows of each use."""
+        by_use: dict[int, tuple[NDArray[Any], Bools]] = {}
+        to_parse = [(use.transform, columns[use.column]) for use in uses]
+        for transform, rows_by_use, array in _concatenated_by_kind(to_parse, num_rows):
             missing = has_missing_text(array, self._missing)
             if missing.any():
                 array = pc.if_else(pa.array(missing), pa.scalar(None, array.type), array)
             values, wrong = dense_values(array, transform)
-            values_by_use |= {index: (values[rows], wrong[rows]) for index, rows in rows_by_use.items()}
-        for index, (reason, name, _) in enumerate(uses):
-            yield reason, name, values_by_use[index]
+            by_use |= {index: (values[rows], wrong[rows]) for index, rows in rows_by_use.items()}
+        return [by_use[index] for index in range(len(uses))]
 
     def _keys(self, columns: Mapping[str, pa.Array], num_rows: int) -> Iterator[tuple[str, CodedColumn, Keys]]:
-        """Yields (names in the table, values, keys of the distinct values) in the order of the layout."""
+        """Yields (columns' names, values, keys of the distinct values) in the order of the layout."""
         single = self._single_keys(columns, num_rows)
         for name, table_columns in self._schema.categorical_columns.items():
             categorical = self._schema.categorical[name]
@@ -146,7 +164,7 @@ class TableParser:
         kinds = [self._schema.categorical[name].kind for name in names]
         arrays = [columns[self._schema.categorical_columns[name][0]] for name in names]
         coded_keys: dict[str, tuple[CodedColumn, Keys]] = {}
-        for kind, rows_by_column, array in _grouped(list(zip(kinds, arrays, strict=True)), num_rows):
+        for kind, rows_by_column, array in _concatenated_by_kind(list(zip(kinds, arrays, strict=True)), num_rows):
             column = coded(array, self._missing)
             codes, keys = column.codes, KEY_KINDS[kind](column.distinct)
             if len(rows_by_column) > 1:  # merges equal keys once here, not again in each part
@@ -156,13 +174,14 @@ class TableParser:
         return coded_keys
 
 
-def _grouped(
+def _concatenated_by_kind(
     columns: Sequence[tuple[str, pa.Array]], num_rows: int
 ) -> Iterator[tuple[str, dict[int, slice], pa.Array]]:
     """Concatenates columns of one kind and Arrow type, if they have few rows: one call of Arrow then parses them all.
 
-    Yields the kind, the rows of each column in the concatenation, by its position in ``columns``, and the values:
-    C1 = a b and C2 = c a become a b c a, with rows 0:2 and 2:4. Columns of many rows stay separate.
+    A kind is a transform of numbers, or a kind of keys. Yields the kind, the rows of each column in the concatenation,
+    by its position in ``columns``, and the values: C1 = a b and C2 = c a become a b c a, with rows 0:2 and 2:4. Columns
+    of many rows stay separate.
     """
     groups: dict[tuple[str, pa.DataType, int], list[int]] = {}
     for index, (kind, array) in enumerate(columns):

@@ -175,18 +175,18 @@ def column_id_map(folder: Path, manifest: Manifest, column: KeyColumn) -> IdMap:
 def raw_values(folder: Path, manifest: Manifest, feature: str) -> pa.Array:
     """Returns the raw value of each id as Arrow's string, indexed by id; ids 0 and 1 are null.
 
-    Hexadecimal keys have 8 digits. Raises a UserError for a feature without a vocabulary.
+    Raises a UserError for a feature without a vocabulary.
     """
     path = _vocabulary_file(folder, manifest, feature)
     try:
         keys = pq.read_table(path, columns=["key"])["key"].combine_chunks()
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"the vocabulary {path} cannot be read: {error}; {REMEDY}") from error
-    if pa.types.is_uint32(keys.type):
+    if pa.types.is_uint32(keys.type):  # the values were hexadecimal numbers of 8 digits
         texts = pa.array([f"{key:08x}" for key in keys.to_pylist()], pa.string())
     else:
         texts = keys.cast(pa.string())
-    return pa.concat_arrays([pa.nulls(FIRST_ID, pa.string()), texts])
+    return pa.concat_arrays([pa.nulls(FIRST_ID, pa.string()), texts])  # the file's rows are in the order of ids
 
 
 def take_values(values: pa.Array, ids: NDArray[np.int64]) -> pa.Array:

@@ -12,6 +12,8 @@ equal score, since a model that scores all alike has no claim to a good rank. Of
 one given first is ahead. A relevant item whose score is NaN comes last. A relevant item that is excluded is no
 candidate and has no rank: the target must not decide which items are ranked.
 
+In this module the *rank of an item* is its place in a ranking; *this rank*, *all ranks* and *rank 1* are processes.
+
 Scores are products in float64, rounded to float32. So items with equal vectors and biases have equal scores in every
 product, and ranks do not depend on the number of ranks. Trade-off: a float64 product takes twice the time.
 """
@@ -164,14 +166,31 @@ class CatalogueRanking:
         return block.relevant_rows.sum_all(scores)
 
     def _rank_block(self, block: _Block) -> tuple[Int64[Tensor, " relevant"], Int64[Tensor, "queries best"]]:
-        """Returns a block's ranks of this rank's relevant items, and its queries' best keys; all ranks call it.
+        """Returns the ranks of this rank's relevant items of a block, and its queries' best keys; all ranks call it.
 
         The rank of a relevant item r of query q is the number of q's items ahead of it, counted in two groups: the
-        items that are neither relevant nor excluded, chunk by chunk, and the other relevant items of q.
+        items that are neither relevant nor excluded, on the ranks that hold them, and the other relevant items of q.
+        """
+        relevant, own_pairs = block.relevant, block.relevant_rows.own_place
+        is_excluded = relevant.are_in(block.excluded)
+        relevant_scores = self._pair_scores(block).masked_fill(is_excluded, -torch.inf)
+        num_ahead, best = self._compare_own_items(block, relevant_scores)
+        ranks = block.relevant_rows.sum_own(num_ahead)  # reduce-scatter
+        ranks += _places_among_relevant(relevant.queries[own_pairs], relevant_scores[own_pairs])
+        ranks = ranks.masked_fill(is_excluded[own_pairs], NOT_RANKED)
+        keys = block.query_rows.own_of_all(best)  # all-to-all: [ranks, own queries, best]
+        return ranks, best_keys(keys.transpose(0, 1).flatten(1), self.num_best)
+
+    def _compare_own_items(
+        self, block: _Block, relevant_scores: Float[Tensor, " pairs"]
+    ) -> tuple[Int64[Tensor, " pairs"], Int64[Tensor, "queries best"]]:
+        """Compares this rank's items with the relevant items of all ranks' queries; all ranks call it.
+
+        Returns:
+            The number of this rank's items ahead of each pair's relevant item, which are neither relevant nor excluded
+            and whose score is not lower; and the best keys of each query, an item's score and id packed in one number.
         """
         relevant, excluded = block.relevant, block.excluded
-        is_excluded = relevant.are_in(excluded)
-        relevant_scores = self._pair_scores(block).masked_fill(is_excluded, -torch.inf)
         num_ahead = torch.zeros_like(relevant.items)
         best = BestItems(len(block.vectors), self.num_best, num_ahead.device)
         for chunk in self._chunks(block):
@@ -183,14 +202,9 @@ class CatalogueRanking:
             # the chunk's product may round otherwise than _pair_scores: equal scores, so that ties are ties
             scores[queries, columns] = relevant_scores[pairs]
             best.add(scores, chunk.ids)
-            scores[queries, columns] = -torch.inf
+            scores[queries, columns] = -torch.inf  # relevant items are counted by _places_among_relevant
             num_ahead += _count_not_below(scores, relevant.queries, relevant_scores)
-        own_pairs = block.relevant_rows.own_place
-        ranks = block.relevant_rows.sum_own(num_ahead)
-        ranks += _places_among_relevant(relevant.queries[own_pairs], relevant_scores[own_pairs])
-        ranks = ranks.masked_fill(is_excluded[own_pairs], NOT_RANKED)
-        keys = block.query_rows.own_of_all(best.keys)
-        return ranks, best_keys(keys.transpose(0, 1).flatten(1), self.num_best)
+        return num_ahead, best.keys
 
 
 @dataclass(frozen=True)
