@@ -43,7 +43,8 @@ _FEW = 32  # texts, up to which Python takes less time for a word of each than n
 def text_keys(texts: pa.Array) -> NDArray[np.uint64]:
     """Returns the key of each text of an Arrow array of strings without nulls."""
     if len(texts) <= _FEW:
-        encoded = [text.encode() for text in texts.to_pylist()]  # below, a leading zero word makes h_0 = mix(n) of n
+        encoded = [text.encode() for text in texts.to_pylist()]
+        # a word of zeros before the text makes h_0 of the length: mix(n xor 0)
         return np.array([_folded(len(text), b"\0" * _WORD + text) for text in encoded], np.uint64)
     texts = texts.cast(pa.large_string())
     offsets = np.frombuffer(texts.buffers()[1] or b"\0" * 8, np.int64)[texts.offset : texts.offset + len(texts) + 1]

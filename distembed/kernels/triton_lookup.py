@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from distembed.base.errors import UserError
+from distembed.kernels.layout import FLOAT_BYTES
 from distembed.kernels.tables import INTEGERS, OPTIMIZERS, Formula, Storage, TablePart, Updates, as_operand, checks_rows
 from distembed.kernels.triton_tables import (
     DeviceTables,
@@ -189,7 +190,8 @@ JOINED_NUMBERS = 4096
 """Number of numbers of long runs' pieces that are read at once."""
 _KEY_LANES = 128
 """Number of bags, or ids, whose keys a program writes."""
-_FLOAT_BYTES, _OWNER_BYTES, _ORDER_BYTES = 4, 4, 8
+_OWNER_BYTES, _ORDER_BYTES = 4, 8
+"""Bytes of an id's owner (:func:`find_keys`), and of its place before keys are sorted."""
 _WRITE_GRADIENT, _WRITE_AT_KEY, _WRITE_AT_PLACE = 3, 4, 5
 
 
@@ -260,16 +262,17 @@ def update_bytes(num_ids: int, num_keys: Sequence[int], num_columns: Sequence[in
 
     Args:
         num_ids: Number of ids of all features.
-        num_keys: Number of rows of all tables, in each partition.
+        num_keys: Number of rows of all tables, in each partition; a key numbers these rows.
         num_columns: Number of columns of each partition.
     """
     key_bytes = [key_type(number).itemsize for number in num_keys]
     key_and_owner_bytes = num_ids * (_OWNER_BYTES + sum(key_bytes))
     sorted_bytes = num_ids * sum(itemsize + _ORDER_BYTES for itemsize in key_bytes)
     sort_bytes = num_ids * (max(key_bytes) + 2 * _ORDER_BYTES)  # working memory of torch's sort
-    partial_sum_bytes = 2 * num_blocks(num_ids, CHUNK) * max(num_columns) * _FLOAT_BYTES
+    # runs of equal keys are summed chunk by chunk; each may leave pieces of two runs that reach beyond it
+    partial_sum_bytes = 2 * num_blocks(num_ids, CHUNK) * max(num_columns) * FLOAT_BYTES
     row_sum_bytes = [
-        min(keys, num_ids) * columns * _FLOAT_BYTES for keys, columns in zip(num_keys, num_columns, strict=True)
+        min(keys, num_ids) * columns * FLOAT_BYTES for keys, columns in zip(num_keys, num_columns, strict=True)
     ]
     del row_sum_bytes[num_keys.index(max(num_keys))]  # the largest partition is updated row by row
     return key_and_owner_bytes + sorted_bytes + max(sort_bytes, partial_sum_bytes) + sum(row_sum_bytes)

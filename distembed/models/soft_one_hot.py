@@ -152,7 +152,7 @@ class _Shares(torch.autograd.Function):
     ) -> Float[Tensor, "features bins rows"]:
         # not addcmul, which takes 2.5 times as long on a CPU where all of its operands are broadcast
         sums = (values.unsqueeze(1) * weights.unsqueeze(2)).add_(biases.unsqueeze(2))
-        shares = torch.softmax(sums, dim=1).mul_(~is_missing.unsqueeze(1))
+        shares = torch.softmax(sums, dim=1).mul_(~is_missing.unsqueeze(1))  # a missing number has no share in any bin
         ctx.save_for_backward(values, shares, weights)
         return shares
 

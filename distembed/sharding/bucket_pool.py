@@ -87,7 +87,8 @@ def split_bags(
 ) -> Buckets:
     """Splits each bag into buckets of ids that have equal rows in every partition except the largest.
 
-    A row is looked up only if an id has it: an optimizer may change a row even for a gradient of zero.
+    A bag has a bucket for each code: for each tuple of rows in the small partitions. A row is looked up only if an id
+    has it: an optimizer may change a row even for a gradient of zero.
 
     Args:
         rows: Row of every id in each partition, feature after feature and bag after bag.
@@ -99,11 +100,11 @@ def split_bags(
     largest, buckets_per_bag = max(range(len(num_rows)), key=num_rows.__getitem__), count_buckets_per_bag(num_rows)
     small = [j for j in range(len(num_rows)) if j != largest]
     codes = _codes(rows[small], [num_rows[j] for j in small]) if len(small) > 1 else rows[small[0]]
-    # key    = feature * codes + code               the pair (feature, code)
+    # key    = feature * buckets_per_bag + code     the pair (feature, code)
     # bucket = key * batch_size + bag               the triple (feature, code, bag)
     first_keys = torch.arange(num_features, device=rows.device) * buckets_per_bag
     first_buckets = torch.arange(batch_size, device=rows.device) + (first_keys * batch_size).unsqueeze(1)
-    if first_rows is not None:  # a code is linear in the rows: the shift of the rows adds its own code, taken off here
+    if first_rows is not None:  # a code is linear in the rows, so the code of the shift is taken off
         first_codes = _codes(first_rows[small], [num_rows[j] for j in small])
         first_keys = first_keys - first_codes
         first_buckets = first_buckets - (first_codes * batch_size).unsqueeze(1)
@@ -112,19 +113,19 @@ def split_bags(
     order = torch.sort(keys.to(_narrowest(num_features * buckets_per_bag - 1)), stable=True).indices
     buckets = torch.repeat_interleave(first_buckets.flatten(), lengths.flatten(), output_size=len(codes))
     buckets.add_(codes, alpha=batch_size)
-    in_bucket = rows.new_zeros(num_features * buckets_per_bag * batch_size)
-    in_bucket.scatter_add_(0, buckets, torch.ones_like(buckets))
-    in_key = in_bucket.view(num_features * buckets_per_bag, batch_size).sum(1)
-    is_filled = in_key > 0
+    num_in_bucket = rows.new_zeros(num_features * buckets_per_bag * batch_size)
+    num_in_bucket.scatter_add_(0, buckets, torch.ones_like(buckets))
+    num_in_key = num_in_bucket.view(num_features * buckets_per_bag, batch_size).sum(1)
+    is_filled = num_in_key > 0
     # the first id of each key that occurs stands for all of its ids: they have equal rows in the small partitions
-    one_of_each_key = order[(in_key.cumsum(0) - in_key)[is_filled]]
+    one_of_each_key = order[(num_in_key.cumsum(0) - num_in_key)[is_filled]]
     small_offsets = _offsets(is_filled)
     return Buckets(
-        [row.index_select(0, order if j == largest else one_of_each_key) for j, row in enumerate(rows)],
-        [_offsets(in_bucket) if j == largest else small_offsets for j in range(len(num_rows))],
-        order,
-        largest,
-        buckets_per_bag,
+        rows=[row.index_select(0, order if j == largest else one_of_each_key) for j, row in enumerate(rows)],
+        offsets=[_offsets(num_in_bucket) if j == largest else small_offsets for j in range(len(num_rows))],
+        order=order,
+        largest=largest,
+        buckets_per_bag=buckets_per_bag,
     )
 
 
@@ -137,6 +138,7 @@ def _codes(rows: Int64[Tensor, "small *shape"], num_rows: Sequence[int]) -> Int6
 
 
 def _offsets(lengths: Tensor) -> Int64[Tensor, " bags_plus_1"]:
+    """Returns where each bag begins, and the last one ends."""
     offsets = torch.zeros(len(lengths) + 1, dtype=torch.long, device=lengths.device)
     torch.cumsum(lengths, dim=0, out=offsets[1:])
     return offsets

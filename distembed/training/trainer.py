@@ -305,7 +305,7 @@ class Trainer:
             raise keep_batch(reader, self._folder.path, self._ranks.rank, self._step - steps_ago, loss)
 
     def _log(self) -> None:
-        """Records and shows a line of metrics of the steps since the last line; all ranks call it.
+        """Records and shows a line of metrics of the window, the steps since the last line; all ranks call it.
 
         Starts a new window. Refuses losses that are not finite, and too many unreadable row groups.
         """
@@ -315,7 +315,7 @@ class Trainer:
             self.unreadable = gather_unreadable(self.unreadable, self._reader, most_unreadable, self._progress.say)
         window = self._window
         window.add_replaced(replaced_counts(self._state.model, self._step))
-        replaced = replaced_shares(window.replaced, self._ranks)
+        replaced = replaced_shares(window.replaced, self._ranks)  # of ids, which SSE replaced
         assert window.loss is not None
         sums = self._ranks.sum_all({**window.sums, _LOSSES: window.loss})
         seconds = window.seconds

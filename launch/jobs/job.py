@@ -147,7 +147,8 @@ class Job:
     def app(self) -> specs.AppDef:
         """Returns the application that TorchX submits.
 
-        With a kind of GPU but neither a number of GPUs nor a named resource, a node gets a GPU for each process.
+        With a kind of GPU (:attr:`gpu`) but neither a number of GPUs (``request.gpu``) nor a named resource (``h``), a
+        node gets a GPU for each process.
         """
         folder, request = self.folder.absolute(), self.component
         if self.gpu is not None and not self.gpu.startswith("cpu") and request.h is None and request.gpu is None:

@@ -97,6 +97,7 @@ def check_columns(path: str, columns: pa.Schema, schema: Schema) -> None:
     if missing:
         raise UserError(f"{path} lacks the columns {', '.join(missing)}: it has {', '.join(columns.names)}")
     numeric = [name for name in (schema.label, schema.weight, *schema.dense) if name is not None]
+    # each role: column, whether it has lists, the check of its numbers' type, and the rule in words
     roles = [(name, False, _is_numeric, "a label, weight or dense column is numeric") for name in numeric]
     roles += [(name, True, _is_numeric, "a dense sequence is a list of numbers") for name in schema.dense_sequences]
     for feature in schema.categorical:

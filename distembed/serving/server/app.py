@@ -226,6 +226,7 @@ def _require_rows(num_rows: int, most_rows: int) -> None:
 
 
 def _json_rows(body: bytes) -> RowRequest:
+    """Parses rows, a list of objects or ``{"rows": ...}``, or lists by column, ``{"columns": ...}``."""
     try:
         values = _json_values(body)
     except (ValueError, RecursionError) as error:
@@ -243,6 +244,7 @@ def _json_rows(body: bytes) -> RowRequest:
 
 
 def _json_values(body: bytes) -> Any:
+    """Parses JSON: by orjson, or, where numbers are too long for it or it refuses the text, by Python's parser."""
     if not _LONG_NUMBER.search(body):
         with suppress(orjson.JSONDecodeError):
             return orjson.loads(body)
@@ -250,6 +252,7 @@ def _json_values(body: bytes) -> Any:
 
 
 def _rows_of_columns(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the rows of columns, which must be lists of one length."""
     num_rows: int | None = None
     for name, values in columns.items():
         if not isinstance(values, list):
@@ -262,12 +265,13 @@ def _rows_of_columns(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _arrow_rows(body: bytes, most_rows: int) -> RowRequest:
+    """Reads a stream of Arrow, batch by batch, so that too many rows are refused before they are all in memory."""
     try:
         batches, num_rows = [], 0
         with pa.ipc.open_stream(body) as reader:
             for batch in reader:
                 num_rows += batch.num_rows
-                _require_rows(num_rows, most_rows)  # columns of nulls take no byte for any number of rows
+                _require_rows(num_rows, most_rows)  # a small body may hold any number of rows: nulls take no bytes
                 batches.append(batch)
             table = pa.Table.from_batches(batches, reader.schema)
         table.validate(full=True)

@@ -278,7 +278,7 @@ class AbsentGroup(Group):
 
     @classmethod
     def lookup_memory(cls, load: GroupLoad, device_kind: str) -> LookupMemory:
-        return LookupMemory(0, 0, 0, 0)
+        return LookupMemory(saved_bytes=0, forward_bytes=0, backward_bytes=0, update_bytes=0)
 
     @classmethod
     def work(cls, load: TableLoad) -> LookupWork:

@@ -142,28 +142,29 @@ class FusedGroup(Group):
 
     @classmethod
     def lookup_memory(cls, load: GroupLoad, device_kind: str) -> LookupMemory:
-        """Returns the bytes of bag offsets (saved), and of the gradient sums of distinct rows (update).
+        """Returns the bytes of ids and bag offsets (saved), and of the gradient sums of distinct rows (update).
 
         On a CPU, each thread updates one table at a time, so the largest ``num_threads`` tables count. A GPU updates
         all tables at once.
         """
-        saved = (load.num_bags + load.num_ids) * LONG_BYTES
-        num_ids: Counter[Hashable] = Counter()  # of a table, whose features are updated together
-        num_rows: dict[Hashable, list[int]] = {}
+        saved = (load.num_bags + load.num_ids) * LONG_BYTES  # offsets and ids
+        num_ids: Counter[Hashable] = Counter()  # of each table, whose features are updated together
+        num_rows: dict[Hashable, list[int]] = {}  # of each table, in each partition
         for table_slice, mean_ids in zip(load.slices, load.num_ids_per_feature, strict=True):
             # a rank may have several ranges of a table's columns: each counts as a table
-            partitions, rows = table_slice.partitions, table_slice.table.scheme.num_rows
+            partitions, partition_rows = table_slice.partitions, table_slice.table.scheme.num_rows
             table = (table_slice.table.name, *[(part_slice.partition, part_slice.start) for part_slice in partitions])
             num_ids[table] += math.ceil(mean_ids)
-            num_rows[table] = [rows[part_slice.partition] for part_slice in partitions]
+            num_rows[table] = [partition_rows[part_slice.partition] for part_slice in partitions]
         if device_kind == "cuda":
             stacked = load.replicated_vector_bytes if load.stacks else 0
-            update = update_bytes(load.num_ids, [sum(rows) for rows in zip(*num_rows.values(), strict=True)], load.dims)
-            return LookupMemory(saved + stacked, 0, 0, update + load.output_bytes)
+            num_keys = [sum(table_rows) for table_rows in zip(*num_rows.values(), strict=True)]
+            update = update_bytes(load.num_ids, num_keys, load.dims) + load.output_bytes
+            return LookupMemory(saved + stacked, forward_bytes=0, backward_bytes=0, update_bytes=update)
         table_bytes = sorted((_update_bytes(load, num_rows[table], num_ids[table]) for table in num_ids), reverse=True)
-        update = sum(table_bytes[: load.num_threads])
         # the gradient of the vectors lives until all rows are updated
-        return LookupMemory(saved, 0, 0, update + load.output_bytes)
+        update = sum(table_bytes[: load.num_threads]) + load.output_bytes
+        return LookupMemory(saved, forward_bytes=0, backward_bytes=0, update_bytes=update)
 
     @classmethod
     def work(cls, load: TableLoad) -> LookupWork:

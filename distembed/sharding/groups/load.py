@@ -234,7 +234,7 @@ def functions_memory(load: GroupLoad, device_kind: str) -> LookupMemory:
         gradients = sum(buckets) * function.dim * FLOAT_BYTES
         backward = max(backward, _mean(memory.backward_bytes for memory in memories) + gradients)
     stacked = load.function_bytes if load.stacks else 0
-    return LookupMemory(saved + stacked, forward, backward, 0)
+    return LookupMemory(saved + stacked, forward, backward, update_bytes=0)
 
 
 def _chunks_memory(
@@ -264,7 +264,8 @@ def _chunks_memory(
         later_block_share = min(1.0, num_chunks / step - 1)
         leftover_bytes = column_bytes * dim + packed_bytes
         gradients = max(gradients + block, math.ceil((gradients + block) * later_block_share) + leftover_bytes)
-    return LookupMemory(saved, forward, (num_ids + num_slots) * dim * FLOAT_BYTES + gradients, 0)
+    backward = (num_ids + num_slots) * dim * FLOAT_BYTES + gradients
+    return LookupMemory(saved, forward, backward, update_bytes=0)
 
 
 def _mean(values: Iterable[int]) -> int:

@@ -299,7 +299,8 @@ def write_text_vocabularies(
 ) -> tuple[dict[str, Vocabulary], NDArray[np.int32]]:
     """Writes a vocabulary for each key column, ids by falling count, then text; returns them and each code's id.
 
-    A code belongs to one column, so one array serves all. Codes of no row, and code 0 (missing), have id 0.
+    ``names[i]`` is the feature of the database's column ``k<i>``, whose values are codes of texts (see the module). A
+    code belongs to one column, so one array of ids serves all. Codes of no row, and code 0 (missing), have id 0.
     """
     (folder / "vocabulary").mkdir()
     vocabularies = {}
@@ -316,7 +317,7 @@ def write_text_vocabularies(
         columns = {"id": new_ids, "key": table["key"], "count": table["count"]}
         pq.write_table(pa.table(columns), folder / file, compression="zstd", row_group_size=VOCABULARY_GROUP_ROWS)
         num_missing = num_rows - (pc.sum(table["count"]).as_py() or 0)
-        vocabularies[name] = Vocabulary(file, len(table), 0, 0, num_missing)
+        vocabularies[name] = Vocabulary(file, len(table), num_dropped=0, rows_dropped=0, rows_missing=num_missing)
     return vocabularies, ids
 
 
