@@ -62,7 +62,7 @@ class FusedLookup:
         self._table_of_feature = np.repeat(np.arange(len(features_per_table)), features_per_table)
         # what the kernels' blocks hold in every step; _placed copies them and fills in a step's addresses
         self._partitions, self._parts = _partition_fields(formula, storages), _part_fields(feature_parts, storages)
-        # steps whose backward pass is to come and needs the rows of now: copied before another step updates them
+        # steps whose backward pass is to come and needs rows as they are now: copied before another step updates them
         self._waiting: WeakSet[_Step] = WeakSet()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -216,8 +216,9 @@ class FusedLookup:
     def _alone(self, j: int, step: "_Step", batch: "_Batch") -> tuple["FusedLookup", "_Step", "_Batch"]:
         """Returns a lookup of partition ``j`` alone, in which each id gets its row, with its step and batch."""
         width = len(self.formula.columns[j])
-        formula, parts = Formula([range(width)], False, False), [[parts[j]] for parts in self._feature_parts]
-        lookup = FusedLookup(formula, parts, self._features_per_table, [step.storages[j]])
+        formula = Formula([range(width)], is_product=False, pools=False)
+        own_parts = [[parts[j]] for parts in self._feature_parts]
+        lookup = FusedLookup(formula, own_parts, self._features_per_table, [step.storages[j]])
         id_step, id_batch = self._bag_per_id(step, batch, width)
         return lookup, replace(id_step, lookup=lookup, storages=[step.storages[j]]), id_batch
 
@@ -348,8 +349,8 @@ class FusedLookup:
 class _Placed:
     """The blocks ``[partitions, fields]`` and ``[features, partitions, fields]`` of ``layout``, with addresses."""
 
-    partitions: Any
-    parts: Any
+    partitions: npt.NDArray[np.int64]
+    parts: npt.NDArray[np.int64]
 
 
 class _Batch(NamedTuple):

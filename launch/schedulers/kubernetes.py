@@ -77,7 +77,7 @@ def _correct(app: AppDef, spec: dict[str, Any]) -> None:
                 grace = int(role.metadata[GRACE_SECONDS]) + _AFTER_GRACE_SECONDS
                 task["template"].spec.termination_grace_period_seconds = grace
                 spec["maxRetry"] = _MOST_STARTS
-                if replica == 0 or not _is_elastic(role):
+                if _is_needed(role, replica):
                     task["maxRetry"] = _MOST_STARTS
     if any(map(_is_elastic, app.roles)):
         # One completed node completes the job: the launchers end together, and pods that never started never would.
@@ -99,8 +99,7 @@ def _policies(role: Role, replica: int) -> list[dict[str, Any]]:
     A pod that the other pods need restarts the whole job, and any other pod itself alone. The last two rows end the job
     only for a needed pod; otherwise there is no policy, and the job continues without the pod.
     """
-    # The nodes meet at replica 0: without it the other replicas cannot continue.
-    is_needed, is_resumable = replica == 0 or not _is_elastic(role), _is_resumable(role)
+    is_needed, is_resumable = _is_needed(role, replica), _is_resumable(role)
     restart = "RestartJob" if is_needed else "RestartTask"  # a task is one pod
     by_code = _policies_by_exit_code(restart) if is_resumable else []
     if role.max_retries:
@@ -117,6 +116,11 @@ def _policies_by_exit_code(restart: str) -> list[dict[str, Any]]:
     """Returns the policies for the exit codes of a resumable role's nodes; ``restart`` is the action that restarts."""
     give_up = [{"exitCode": code, "action": "TerminateJob"} for code in (*MISTAKES, RETRIES_USED)]
     return [*give_up, {"exitCode": INTERRUPTED, "action": restart}]
+
+
+def _is_needed(role: Role, replica: int) -> bool:
+    """Returns whether the other replicas cannot continue without this one; elastic nodes meet at replica 0."""
+    return replica == 0 or not _is_elastic(role)
 
 
 def _is_resumable(role: Role) -> bool:

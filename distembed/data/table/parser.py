@@ -82,7 +82,7 @@ class TableParser:
             ids.append((column, keys))
             if keys.wrong.any():
                 wrong["id", name] = wrong_rows(column, keys.wrong, num_rows) | wrong.get(("id", name), False)
-        reasons = np.full(num_rows, -1, np.int8)
+        reasons = np.full(num_rows, -1, np.int8)  # index in REASONS; -1 for a well-formed row
         # Writes the last reason first, so that an earlier reason of the same row overwrites it.
         for (reason, _), rows in sorted(wrong.items(), key=lambda entry: -REASONS.index(entry[0][0])):
             reasons[rows] = REASONS.index(reason)
