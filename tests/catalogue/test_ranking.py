@@ -5,14 +5,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from distembed.tasks.catalogue import ranking
 from distembed.tasks.catalogue.ranking import BestItems, CatalogueRanking, RankedItems, ids_of
 from tests.catalogue.fake_catalogue import FakeCatalogue, brute_force
-from tests.ranks import run_on_ranks
 
 DIM = 3
 
@@ -57,6 +56,7 @@ def require_equal(found: RankedItems, expected: tuple[list[list[int]], list[list
     assert found.best.tolist() == expected[1]
 
 
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 2**32), num_queries=st.integers(0, 9), num_items=st.integers(3, 30), most_ids=st.integers(1, 31)
 )
@@ -112,6 +112,7 @@ def test_equal_vectors_have_equal_scores_in_chunks_of_any_size() -> None:
     assert found.ranks.tolist() == (better @ same + same[5] - 1).tolist()
 
 
+@settings(max_examples=25)
 @given(seed=st.integers(0, 2**32), num_queries=st.integers(0, 6), num_sampled=st.integers(0, 5))
 def test_ranks_among_sampled_items_equal_a_loop(seed: int, num_queries: int, num_sampled: int) -> None:
     case = Case(seed, num_queries, 20)
@@ -125,12 +126,8 @@ def test_ranks_among_sampled_items_equal_a_loop(seed: int, num_queries: int, num
     assert found.tolist() == expected
 
 
-@pytest.mark.distributed
-def test_two_ranks_rank_as_one() -> None:
-    run_on_ranks(2, _rank_on_two)
-
-
-def _rank_on_two(rank: int, world_size: int) -> None:
+def rank_on_two(rank: int) -> None:
+    """Compares rankings on two ranks, which test_sharded_catalogue starts, with a loop."""
     for seed, bounds in ((0, (0, 5, 11)), (1, (0, 11, 11)), (2, (0, 1, 30)), (4, (0, 0, 0))):
         case, rows = Case(seed, bounds[-1], 23), slice(bounds[rank], bounds[rank + 1])
         require_equal(case.rank(6, rows), case.expected(6, rows))

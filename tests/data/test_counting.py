@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
@@ -37,7 +38,7 @@ def test_more_values_than_fit_in_memory(tmp_path: Path) -> None:
 
     def batches():
         for start in range(0, 1_200_000, 100_000):
-            texts = pa.array([f"{number:048d}" for number in range(start, start + 100_000)])
+            texts = pc.utf8_lpad(pa.array(np.arange(start, start + 100_000)).cast(pa.string()), 48, "0")
             yield pa.record_batch([texts, pa.array(np.full(100_000, 2**40))], schema=SCHEMA)
 
     with Database(tmp_path / "spilt", 1) as database:

@@ -233,15 +233,15 @@ def test_days_of_criteo_one_after_the_other(tmp_path: Path) -> None:
 
 def test_criteo_options_that_make_other_values_are_refused(tmp_path: Path) -> None:
     (tmp_path / "day.tsv").write_bytes(reference.content(50, 1))
-    day = tmp_path / "day.tsv"
+    day, hashed = tmp_path / "day.tsv", ("--hash-size", 9)
     for missing, other in (("zero", "keep"), ("keep", "zero")):
-        command(day, "-o", tmp_path / missing, "--missing", missing)
+        command(day, "-o", tmp_path / missing, "--missing", missing, *hashed)
         said = f"dense.I1.missing is '{other}' and was '{missing}', .* and 8 more. Give .* --missing"
         with pytest.raises(UserError, match=said):
-            command(day, "-o", tmp_path / "1", "--vocabulary", tmp_path / missing, "--missing", other)
+            command(day, "-o", tmp_path / "1", "--vocabulary", tmp_path / missing, "--missing", other, *hashed)
     assert not (tmp_path / "1").exists()
     # how often values are seen, and how rows are divided, may differ
-    known = ("--vocabulary", tmp_path / "keep", "--missing", "keep")
+    known = ("--vocabulary", tmp_path / "keep", "--missing", "keep", *hashed)
     command(day, "-o", tmp_path / "1", *known, "--min-count", 7)
     command(day, "-o", tmp_path / "2", *known, "--split", "test")
     with pytest.raises(UserError, match="so that no row trains"):

@@ -10,6 +10,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -32,6 +33,8 @@ ROWS = reference.content(400, 1)
 LINE = ROWS.split(b"\n")[0]
 FIELDS = LINE.split(b"\t")
 BOM = b"\xef\xbb\xbf"
+HASHED = CriteoOptions(hash_size=50)
+"""Without vocabularies, which take most of the time."""
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +42,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """The files of the dataset that the rows give by themselves, but for the manifest, which names their source."""
     folder = tmp_path_factory.mktemp("plain")
     (folder / "plain.tsv").write_bytes(ROWS)
-    prepare_criteo([folder / "plain.tsv"], folder / "plain")
+    prepare_criteo([folder / "plain.tsv"], folder / "plain", HASHED)
     return without_manifest(folder / "plain")
 
 
@@ -63,9 +66,8 @@ def test_a_mark_and_a_header_are_no_rows(
     content = mark + (header + ROWS).replace(b"\n", newline)
     (tmp_path / "rows.tsv").write_bytes(gzip.compress(content) if packed else content)
     notes: list[str] = []
-    manifest = prepare_criteo(
-        [tmp_path / "rows.tsv"], tmp_path / "out", CriteoOptions(max_rejected=0), note=notes.append
-    )
+    options = replace(HASHED, max_rejected=0)
+    manifest = prepare_criteo([tmp_path / "rows.tsv"], tmp_path / "out", options, note=notes.append)
     assert without_manifest(tmp_path / "out") == plain
     assert manifest.sources[0].num_rows == 400 and manifest.rejected.num_rows == 0
     said = f"{tmp_path / 'rows.tsv'}: its first line is a header (label, I1, ..., C26), which is no row"
@@ -75,7 +77,7 @@ def test_a_mark_and_a_header_are_no_rows(
 def test_lines_are_numbered_with_the_header(tmp_path: Path) -> None:
     (tmp_path / "rows.tsv").write_bytes(BOM + HEADER + b"\n" + LINE + b"\n\n" + ROWS)
     (tmp_path / "x.tsv").write_bytes(b"\n" + ROWS)
-    prepare_criteo([tmp_path / "rows.tsv", tmp_path / "x.tsv"], tmp_path / "out")
+    prepare_criteo([tmp_path / "rows.tsv", tmp_path / "x.tsv"], tmp_path / "out", HASHED)
     assert (tmp_path / "out" / "rejected.tsv").read_bytes().splitlines()[1:] == [
         b"rows.tsv\t3\tcolumns\t",
         b"x.tsv\t1\tcolumns\t",
@@ -149,7 +151,7 @@ def standard_input(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[i
 
 def test_standard_input_is_read(tmp_path: Path, plain: dict[str, bytes], standard_input: int) -> None:
     with standard_input_is(standard_input):
-        prepare_criteo(["-"], tmp_path / "out")
+        prepare_criteo(["-"], tmp_path / "out", HASHED)
     assert without_manifest(tmp_path / "out") == plain
     assert [(source.name, source.num_rows) for source in Manifest.load(tmp_path / "out").sources] == [("stdin", 400)]
 
@@ -166,7 +168,7 @@ def test_a_standard_input_that_gives_nothing(tmp_path: Path) -> None:
     main, terminal = os.openpty()
     for descriptor, said in ((None, "standard input is closed"), (terminal, "standard input is a terminal")):
         with standard_input_is(descriptor), pytest.raises(UserError, match=said):
-            prepare_criteo(["-"], tmp_path / "out")
+            prepare_criteo(["-"], tmp_path / "out", HASHED)
     os.close(main)
     os.close(terminal)
 
@@ -177,12 +179,12 @@ def test_what_a_folder_holds_besides_is_said(tmp_path: Path) -> None:
     for name in ("a.txt", "b.csv", ".hidden", "notes.md"):
         (folder / name).write_bytes(ROWS)
     notes: list[str] = []
-    manifest = prepare_criteo([folder], tmp_path / "out", note=notes.append)
+    manifest = prepare_criteo([folder], tmp_path / "out", HASHED, note=notes.append)
     assert notes == [f"of the folder {folder} not read: b.csv, more, notes.md; name what else is to be read"]
     assert [source.name for source in manifest.sources] == ["a.txt"]
     # an output inside the folder is not read either
-    prepare_criteo([folder], folder / "out")
-    prepare_criteo([folder], tmp_path / "again")
+    prepare_criteo([folder], folder / "out", HASHED)
+    prepare_criteo([folder], tmp_path / "again", HASHED)
     assert folder_bytes(tmp_path / "out") == folder_bytes(folder / "out") == folder_bytes(tmp_path / "again")
 
 
@@ -190,7 +192,7 @@ def test_a_file_without_rows_among_others_is_said(tmp_path: Path) -> None:
     (tmp_path / "a.tsv").write_bytes(ROWS)
     (tmp_path / "b.tsv").write_bytes(HEADER)
     notes: list[str] = []
-    prepare_criteo([tmp_path], tmp_path / "out", note=notes.append)
+    prepare_criteo([tmp_path], tmp_path / "out", HASHED, note=notes.append)
     assert notes[0].endswith("which is no row") and notes[1] == f"{tmp_path / 'b.tsv'} has no rows"
 
 
@@ -243,7 +245,7 @@ def test_what_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_a_name_of_any_bytes_is_written_down(tmp_path: Path) -> None:
     for name in ("tab\tand\nline.tsv", "no\udcffutf8.tsv"):
         (tmp_path / name).write_bytes(b"\n" + ROWS)
-        manifest = prepare_criteo([tmp_path / name], tmp_path / "out", overwrite=True)
+        manifest = prepare_criteo([tmp_path / name], tmp_path / "out", HASHED, overwrite=True)
         assert manifest == Manifest.load(tmp_path / "out") and manifest.sources[0].name == name
         lines = (tmp_path / "out" / "rejected.tsv").read_bytes().split(b"\n")
         assert len(lines) == 3 and len(lines[1].split(b"\t")) == 4
@@ -251,7 +253,7 @@ def test_a_name_of_any_bytes_is_written_down(tmp_path: Path) -> None:
 
 def test_files_are_text_whatever_their_names_end_in(tmp_path: Path, plain: dict[str, bytes]) -> None:
     (tmp_path / "rows.json").write_bytes(ROWS)
-    prepare_criteo([tmp_path / "rows.json"], tmp_path / "json")
+    prepare_criteo([tmp_path / "rows.json"], tmp_path / "json", HASHED)
     assert without_manifest(tmp_path / "json") == plain
     pq.write_table(pa.table({"label": [1]}), tmp_path / "rows.parquet")
     with pytest.raises(UserError, match="rows.parquet is a Parquet file.*into a pipe"):

@@ -4,7 +4,6 @@ import gc
 import json
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -70,21 +69,16 @@ def prefetching() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("distembed-prefetch")}
 
 
-@pytest.fixture
-def gone() -> Callable[[], bool]:
-    """Gives a function that says whether the threads started since then have ended; it waits as long as needed."""
+def test_the_thread_ends_with_its_reader(tmp_path: Path) -> None:
     before = prefetching()
 
-    def are_gone() -> bool:
+    def gone() -> bool:
+        """Says whether the threads started since then have ended; waits as long as needed."""
         deadline = time.monotonic() + 30
         while prefetching() - before and time.monotonic() < deadline:
             time.sleep(0.01)
         return not prefetching() - before
 
-    return are_gone
-
-
-def test_the_thread_ends_with_its_reader(tmp_path: Path, gone: Callable[[], bool]) -> None:
     folder = make_dataset(tmp_path / "d", 300)
     each = open_reader(folder, 5, prefetch_batches=2)
     batches = iter(each)
@@ -109,15 +103,11 @@ def test_the_thread_ends_with_its_reader(tmp_path: Path, gone: Callable[[], bool
     assert gone()
 
 
-def test_batches_can_be_moved(tmp_path: Path) -> None:
-    (batch,) = open_reader(make_dataset(tmp_path / "d", 5, schema=SINGLE), shuffle=False)
-    moved = batch.to(torch.device("cpu"), non_blocking=True)
-    assert rows_of(moved) == rows_of(batch) == list(range(5)) and moved.global_batch_size == 5
-
-
-def test_single_valued_bags_know_their_sums(tmp_path: Path) -> None:
+def test_batches_can_be_moved_and_single_valued_bags_know_their_sums(tmp_path: Path) -> None:
     """What TorchRec would compute from the lengths is what the batch brings along."""
-    (batch,) = open_reader(make_dataset(tmp_path / "d", 9, schema=SINGLE))
+    (batch,) = open_reader(make_dataset(tmp_path / "d", 9, schema=SINGLE), shuffle=False)
+    moved = batch.to(torch.device("cpu"), non_blocking=True)
+    assert rows_of(moved) == rows_of(batch) == list(range(9)) and moved.global_batch_size == 9
     features = batch["sparse_features"]
     assert features.lengths().tolist() == [1] * 18 and features.offsets().tolist() == list(range(19))
     assert features.length_per_key() == [9, 9] and features.offset_per_key() == [0, 9, 18]
@@ -130,9 +120,11 @@ def test_criteo_kaggle() -> None:
     assert schema.columns[:2] == ("label", "I1") and schema.columns[-1] == "C26"
 
 
-def test_a_schema_survives_json() -> None:
+def test_a_schema_survives_json_and_its_columns_have_one_role() -> None:
     schema = Schema("y", ("a",), (CategoricalFeature("b", 3), CategoricalFeature("c", 4, True, 2.5)))
     assert Schema.from_json(json.loads(json.dumps(schema.to_json()))) == schema
+    with pytest.raises(UserError, match="more than once: a"):
+        Schema("a", ("a",), ())
 
 
 @pytest.mark.parametrize(
@@ -148,11 +140,6 @@ def test_a_schema_survives_json() -> None:
 def test_impossible_features(name: str, size: float, options: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         CategoricalFeature(name, size, **options)
-
-
-def test_a_column_has_one_role() -> None:
-    with pytest.raises(UserError, match="more than once: a"):
-        Schema("a", ("a",), ())
 
 
 @pytest.fixture

@@ -16,7 +16,8 @@ from tests.data import reference
 from tests.data.flaky_files import Flaky, flaky_files, flaky_s3
 from tests.data.reference import folder_bytes
 
-OPTIONS = CriteoOptions(split="0.6,0.2,0.2")
+OPTIONS = CriteoOptions(split="0.6,0.2,0.2", hash_size=50)
+"""Without vocabularies, which take most of the time."""
 URL = "flaky://bucket/criteo"
 
 
@@ -42,8 +43,9 @@ def remote_bytes(url: str) -> dict[str, bytes]:
 
 
 def test_a_dataset_at_a_url_is_the_local_one(rows: Path, tmp_path: Path, flaky: type[Flaky]) -> None:
-    prepare_criteo([rows], tmp_path / "local", OPTIONS)
-    prepare_criteo([rows], URL, OPTIONS, limits(tmp_path))
+    options = CriteoOptions(split="0.6,0.2,0.2")
+    prepare_criteo([rows], tmp_path / "local", options)
+    prepare_criteo([rows], URL, options, limits(tmp_path))
     assert remote_bytes(URL) == folder_bytes(tmp_path / "local")
     assert flaky.failures and not list((tmp_path / "work").iterdir())
 
@@ -115,7 +117,7 @@ def test_a_server_that_is_gone_for_long_interrupts(
 
 
 def test_what_is_there_is_replaced_only_when_asked_for(rows: Path, tmp_path: Path, flaky: type[Flaky]) -> None:
-    prepare_criteo([rows], URL, CriteoOptions(split="days"), limits(tmp_path))
+    prepare_criteo([rows], URL, CriteoOptions(split="days", hash_size=50), limits(tmp_path))
     before = remote_bytes(URL)
     with pytest.raises(UserError, match=f"{URL} exists already"):
         prepare_criteo([rows], URL, OPTIONS, limits(tmp_path))
@@ -159,6 +161,7 @@ def test_the_work_is_done_in_a_local_folder(rows: Path, tmp_path: Path) -> None:
         prepare_criteo([rows], tmp_path / "out", OPTIONS, limits(tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_threads_write_to_an_s3_that_fails_often(rows: Path, tmp_path: Path) -> None:
     with flaky_s3(tmp_path, 0.03) as bucket:

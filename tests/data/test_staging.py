@@ -2,9 +2,6 @@
 
 import errno
 import resource
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,18 +12,18 @@ from distembed.data.prepare import CriteoOptions, ProgressUpdate, ingest, prepar
 from distembed.data.prepare.feature_ids import LookupTables
 from distembed.data.prepare.staging import staged_folder
 from tests.data import reference
-from tests.data.killed import Forked
+from tests.data.killed import hanging, wait_for_ever
 from tests.data.reference import folder_bytes
 
-STUCK = Path("stuck")
+HASHED = CriteoOptions(hash_size=50)
+"""Without vocabularies, which take most of the time."""
 
 
-def prepare_and_hang(source: Path, output: Path, step: str, overwrite: bool) -> None:
-    """Prepares, and waits for ever at a step so that it can be killed there; a file beside the source says so."""
+def prepare_and_hang(source: Path, output: Path, options: CriteoOptions, step: str, overwrite: bool) -> None:
+    """Prepares, and waits for ever at a step so that it can be killed there."""
 
     def hang(*_: object) -> None:
-        (source.parent / STUCK).touch()
-        time.sleep(600)
+        wait_for_ever(source)
 
     def progress(update: ProgressUpdate) -> None:
         if update.stage == step:
@@ -37,21 +34,7 @@ def prepare_and_hang(source: Path, output: Path, step: str, overwrite: bool) -> 
     if step == "swapped":
         rename = Path.rename
         Path.rename = lambda self, target: (rename(self, target), hang())
-    prepare_criteo([source], output, progress=progress, overwrite=overwrite)
-
-
-@contextmanager
-def hanging(source: Path, output: Path, step: str, overwrite: bool = False) -> Iterator[None]:
-    """Within the block a process hangs at a step; it is killed at the end."""
-    process, stuck = Forked(prepare_and_hang, source, output, step, overwrite), source.parent / STUCK
-    try:
-        while not stuck.exists():
-            assert process.poll() is None
-            time.sleep(0.01)
-        stuck.unlink()
-        yield
-    finally:
-        process.kill()
+    prepare_criteo([source], output, options, progress=progress, overwrite=overwrite)
 
 
 @pytest.fixture
@@ -63,11 +46,11 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("step", ["vocabulary", "flush"])
 def test_killed_at_any_moment_it_leaves_no_dataset(source: Path, tmp_path: Path, step: str) -> None:
-    output = tmp_path / "deep" / "out"
-    with hanging(source, output, step):
+    output, options = tmp_path / "deep" / "out", CriteoOptions() if step == "vocabulary" else HASHED
+    with hanging(source, prepare_and_hang, source, output, options, step, False):
         pass
     assert not output.exists() and len(list(output.parent.iterdir())) == 1
-    prepare_criteo([source], output)
+    prepare_criteo([source], output, options)
     assert [path.name for path in output.parent.iterdir()] == ["out"]
     assert not list(output.glob(".*"))
     Manifest.load(output)
@@ -77,9 +60,9 @@ def test_killed_at_any_moment_it_leaves_no_dataset(source: Path, tmp_path: Path,
 def test_killed_while_overwriting_the_old_dataset_stays(source: Path, tmp_path: Path, step: str) -> None:
     """Also between the two renames: the next run puts the old one back before it does anything else."""
     output = tmp_path / "out"
-    prepare_criteo([source], output, CriteoOptions(min_count=5))
+    prepare_criteo([source], output, CriteoOptions(5, hash_size=50))
     before = folder_bytes(output)
-    with hanging(source, output, step, overwrite=True):
+    with hanging(source, prepare_and_hang, source, output, HASHED, step, True):
         pass
     assert output.exists() == (step == "write")
     with pytest.raises(UserError, match="exists already|has no rows"):
@@ -90,17 +73,17 @@ def test_killed_while_overwriting_the_old_dataset_stays(source: Path, tmp_path: 
         else:
             prepare_criteo([source], output)
     assert folder_bytes(output) == before
-    prepare_criteo([source], output, overwrite=True)
+    prepare_criteo([source], output, HASHED, overwrite=True)
     assert Manifest.load(output).preparation["min_count"] == 2
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
 def test_a_second_run_at_the_same_time_gives_way(source: Path, tmp_path: Path) -> None:
-    with hanging(source, tmp_path / "out", "write"):
+    with hanging(source, prepare_and_hang, source, tmp_path / "out", HASHED, "write", False):
         with pytest.raises(UserError, match="another process is preparing"):
             prepare_criteo([source], tmp_path / "out")
-        prepare_criteo([source], tmp_path / "out2")
-    prepare_criteo([source], tmp_path / "out")
+        prepare_criteo([source], tmp_path / "out2", HASHED)
+    prepare_criteo([source], tmp_path / "out", HASHED)
 
 
 def test_an_output_that_appears_meanwhile_is_kept(tmp_path: Path) -> None:
@@ -161,5 +144,5 @@ def test_remains_of_a_process_that_died_before_it_locked(source: Path, tmp_path:
     (tmp_path / ".out.preparing").mkdir()
     (tmp_path / ".out.preparing" / "train").mkdir()
     (tmp_path / ".outer.preparing").mkdir()
-    prepare_criteo([source], tmp_path / "out")
+    prepare_criteo([source], tmp_path / "out", HASHED)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".outer.preparing", "out", "rows.tsv"]

@@ -29,14 +29,6 @@ def test_rows_are_criteo_rows_and_the_same_for_a_seed(tmp_path: Path) -> None:
     assert one == (tmp_path / "prepared-d.tsv.gz/train/part-00000.parquet").read_bytes()
 
 
-def test_the_summary_lies_beside_the_file(tmp_path: Path) -> None:
-    summary = synthesize_criteo(tmp_path / "a.tsv", num_rows=5000, seed=0)
-    written = json.loads((tmp_path / "a.tsv.json").read_text())
-    assert written["bayes_auc"] == summary.bayes_auc and written["path"] == "a.tsv"
-    assert written["bytes"] == (tmp_path / "a.tsv").stat().st_size
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.tsv", "a.tsv.json"]
-
-
 def test_bayes_figures_are_those_of_the_true_probabilities(tmp_path: Path) -> None:
     """Drawn labels scatter around the expectation: 60,000 rows give 0.002 of logloss and AUC."""
     source = synthesize._RowDistribution(60_000, 7)
@@ -66,12 +58,15 @@ def test_later_rows_have_ids_that_earlier_ones_lack(tmp_path: Path) -> None:
     assert new > 1.2 * np.isin(mixed[19_000:], mixed[:19_000], invert=True).mean()
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 11])
-def test_hardly_any_rows(tmp_path: Path, num_rows: int) -> None:
+@pytest.mark.parametrize("num_rows", [1, 2, 11, 2000])
+def test_the_summary_lies_beside_the_file(tmp_path: Path, num_rows: int) -> None:
     summary = synthesize_criteo(tmp_path / "a.tsv", num_rows=num_rows, seed=0)
     assert len(reference.lines_of((tmp_path / "a.tsv").read_bytes())) == num_rows
     assert (summary.last_tenth_bayes_auc is None) == (num_rows < 10)
-    json.loads((tmp_path / "a.tsv.json").read_text(), parse_constant=lambda name: pytest.fail(name))
+    written = json.loads((tmp_path / "a.tsv.json").read_text(), parse_constant=lambda name: pytest.fail(name))
+    assert written["bayes_auc"] == summary.bayes_auc and written["path"] == "a.tsv"
+    assert written["bytes"] == (tmp_path / "a.tsv").stat().st_size
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.tsv", "a.tsv.json"]
 
 
 def test_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +84,9 @@ def test_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.tsv", "a.tsv.json"]
 
 
-@pytest.mark.parametrize("wrong", [{"num_rows": 0}, {"seed": -1}])
+@pytest.mark.parametrize(
+    "wrong", [{"num_rows": 0}, {"num_rows": 2**63}, {"num_rows": 10**400}, {"seed": -1}, {"seed": 2**64}]
+)
 def test_impossible_settings(tmp_path: Path, wrong: dict) -> None:
-    with pytest.raises(UserError, match=next(iter(wrong))):
+    with pytest.raises(UserError, match=f"{next(iter(wrong))}.* it must be in"):
         synthesize_criteo(tmp_path / "a.tsv", **{"num_rows": 5, "seed": 0, **wrong})
