@@ -10,8 +10,12 @@ from distembed.base.lazy import NameTable, imports_on_demand
 from distembed.base.names import ByName
 from distembed.models.config import ModelConfig, SoftOneHotConfig
 from distembed.models.dcn_config import DCNConfig
+from distembed.models.dcnv2_config import DCNv2Config, GDCNConfig
+from distembed.models.deepfm_config import DeepFMConfig
 from distembed.models.dlrm_config import DLRMConfig
+from distembed.models.finalmlp_config import FinalMLPConfig
 from distembed.models.gru_config import GRUConfig
+from distembed.models.masknet_config import MaskNetConfig
 from distembed.models.mf_config import MFConfig
 from distembed.models.sasrec_config import SASRecConfig
 
@@ -28,6 +32,11 @@ MODELS: NameTable[type[ModelConfig]] = NameTable(
     {
         "dlrm": DLRMConfig,
         "dcn": DCNConfig,
+        "dcnv2": DCNv2Config,
+        "gdcn": GDCNConfig,
+        "deepfm": DeepFMConfig,
+        "finalmlp": FinalMLPConfig,
+        "masknet": MaskNetConfig,
         "mf": MFConfig,
         "sasrec": SASRecConfig,
         "gru": GRUConfig,

@@ -29,6 +29,8 @@ With it the squares of gradients are still far from the largest float32.
 """
 _WITH_SOFT_ONE_HOT = ("soft_one_hot", "both")
 
+Share = Annotated[float, Field(ge=0, lt=1)]
+"""A share of numbers, for example of dropped ones."""
 Shapes = dict[str, tuple[int, ...]]
 """The shape of each parameter of a module, by its path, in the module's order."""
 
@@ -102,6 +104,20 @@ class SoftOneHotConfig:
         shapes = {"weights": bins, "biases": bins, "vectors": (*bins, embedding_dim), "missing": vector}
         norm = {"norm.weight": vector, "norm.bias": vector} if self.layer_norm else {}
         return {f"{path}.{name}": shape for name, shape in (shapes | norm).items()}
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
+class FeatureVectorConfig:
+    """The settings of every :class:`distembed.models.vectors.FeatureVectorModel`.
+
+    Attributes:
+        soft_one_hot: The settings of the dense features' vectors.
+        dropout: Share of the numbers after each hidden layer that are dropped in training.
+    """
+
+    returns: ClassVar[str] = "logits"
+    soft_one_hot: SoftOneHotConfig = field(default_factory=SoftOneHotConfig)
+    dropout: Share = 0.0
 
 
 def require_used(dense: str, soft_one_hot: SoftOneHotConfig | None) -> None:

@@ -18,7 +18,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from distembed.base.errors import UserError
 from distembed.data.dataset.schema import DENSE_FEATURES, SPARSE_FEATURES
 from distembed.models.base import Model
-from distembed.models.layers import MLP, StackFeatures, make_linear
+from distembed.models.cross import CrossLayersV2
+from distembed.models.layers import MLP, StackFeatures
 from distembed.models.soft_one_hot import SoftOneHotSum
 
 
@@ -71,35 +72,6 @@ class _PairwiseDots(torch.autograd.Function):
         return torch.bmm(symmetric.to(operand.dtype), operand).to(gradient.dtype), None, None, None
 
 
-class LowRankCross(nn.Module):
-    """Layers ``x_{l+1} = x_0 * (U_l V_l x_l + b_l) + x_l``, where ``*`` multiplies number by number.
-
-    They are the cross layers of DCN V2 (Wang et al., WWW 2021, equation 2) with two narrow matrices, [D, r] and [r, D],
-    in place of one [D, D]: 2 D r numbers, not D^2.
-
-    Args:
-        in_features: Numbers D of each ``x_l``.
-        num_layers: Number of layers.
-        rank: Rows r of each V_l, and columns of each U_l.
-    """
-
-    def __init__(self, in_features: int, num_layers: int, rank: int) -> None:
-        super().__init__()
-        self.num_outputs = in_features
-        self.down = nn.ModuleList(nn.Linear(in_features, rank, bias=False) for _ in range(num_layers))
-        self.up = nn.ModuleList(make_linear(rank, in_features) for _ in range(num_layers))
-        for linear in self.down:
-            nn.init.xavier_normal_(linear.weight)  # type: ignore[arg-type]
-
-    def forward(self, vectors: Float[Tensor, "batch vectors dim"]) -> Float[Tensor, "batch in"]:
-        """Returns the last layer's output for the vectors of each row side by side, in their dtype."""
-        inputs = vectors.flatten(1)
-        crossed = inputs
-        for down, up in zip(self.down, self.up, strict=True):
-            crossed = torch.addcmul(crossed, inputs, up(down(crossed)).to(inputs.dtype))
-        return crossed
-
-
 class DLRM(Model):
     """Maps dense features [batch, dense] and ids to logits [batch].
 
@@ -129,7 +101,7 @@ class DLRM(Model):
         bottom: Sequence[int] = (512, 256, 64),
         top: Sequence[int] = (512, 256),
         soft_one_hot: SoftOneHotSum | None = None,
-        cross: LowRankCross | None = None,
+        cross: CrossLayersV2 | None = None,
     ) -> None:
         super().__init__()
         has_dense = num_dense > 0 or soft_one_hot is not None

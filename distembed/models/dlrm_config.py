@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class LowRankCrossConfig:
-    """The settings of :class:`distembed.models.dlrm.LowRankCross`."""
+    """The settings of :class:`distembed.models.cross.CrossLayersV2` with low rank."""
 
     num_layers: Annotated[int, Field(gt=0, le=1000)] = 3
     rank: Width = 512
@@ -52,7 +52,8 @@ class DLRMConfig:
 
     def build(self, inputs: "ModelInputs") -> "Model":
         """Builds the model over all features of the dataset; missing dense numbers need soft one-hot vectors."""
-        from distembed.models.dlrm import DLRM, LowRankCross
+        from distembed.models.cross import CrossLayersV2
+        from distembed.models.dlrm import DLRM
         from distembed.models.soft_one_hot import SoftOneHotSum
 
         num_numbers, soft_one_hot = dense_inputs(self.dense, self.soft_one_hot, inputs)
@@ -61,7 +62,7 @@ class DLRMConfig:
             layer = SoftOneHotSum(*soft_one_hot.arguments(inputs.num_dense, dim))
         if self.cross is not None:
             in_features = (inputs.num_vectors + (inputs.num_dense > 0)) * dim
-            cross = LowRankCross(in_features, self.cross.num_layers, self.cross.rank)
+            cross = CrossLayersV2(in_features, self.cross.num_layers, self.cross.rank)
         embeddings, vector_names = inputs.pooled_embeddings()
         return DLRM(embeddings, vector_names, dim, num_numbers, self.bottom, self.top, layer, cross)
 

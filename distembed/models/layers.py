@@ -16,14 +16,20 @@ class MLP(nn.Module):
     """Linear layers with a ReLU after each of them, except after the last one where ``last_is_linear``.
 
     Weights start from N(0, 2/(fan_in + fan_out)) (Glorot and Bengio, AISTATS 2010, equation 12) and biases from 0.
+    With ``dropout``, that share of the numbers after each ReLU is dropped in training.
     """
 
-    def __init__(self, in_features: int, sizes: Sequence[int], last_is_linear: bool = False) -> None:
+    def __init__(
+        self, in_features: int, sizes: Sequence[int], last_is_linear: bool = False, dropout: float = 0.0
+    ) -> None:
         super().__init__()
         layers: list[nn.Module] = []
         for fan_in, fan_out in zip([in_features, *sizes[:-1]], sizes, strict=True):
             layers += [make_linear(fan_in, fan_out), nn.ReLU(inplace=True)]
-        self.layers = nn.Sequential(*(layers[:-1] if last_is_linear else layers))
+            if dropout > 0:
+                layers.append(Dropout(dropout))
+        num_after_last = (1 + (dropout > 0)) if last_is_linear else 0
+        self.layers = nn.Sequential(*layers[: len(layers) - num_after_last])
 
     def forward(self, inputs: Float[Tensor, "batch in"]) -> Float[Tensor, "batch out"]:
         outputs: Tensor = self.layers(inputs)

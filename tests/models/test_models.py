@@ -1,7 +1,7 @@
 """DLRM and DCN against their papers' formulas, written out again, with numbers and with soft one-hot vectors."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,47 +10,21 @@ from torch import nn
 from torchrec.models.dlrm import DLRM_DCN
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.base.errors import UserError
 from distembed.data.dataset.schema import SCHEMAS, Schema
 from distembed.models import DCN, DLRM, MODELS, DCNConfig, DLRMConfig, SoftOneHot, SoftOneHotConfig
 from distembed.models.config import plan_values
+from distembed.models.cross import CrossLayersV2
 from distembed.models.dcn import CrossLayers
-from distembed.models.dlrm import LowRankCross, PairwiseDots
+from distembed.models.dlrm import PairwiseDots
 from distembed.models.dlrm_config import LowRankCrossConfig
 from distembed.training.config import load_config
+from tests.models.fake_inputs import FakeEmbeddings, FakeInputs, ids
 
+TWO_NUMBERS = Schema(None, ("d0", "d1"), ())
 LOGIT_MODELS = [name for name, config in MODELS.items() if getattr(config, "returns", None) == "logits"]
-
-
-class FakeEmbeddings(nn.Module):
-    """Returns the vectors of features by name, in the order of ``keys``."""
-
-    def __init__(self, keys: str, vectors: dict[str, torch.Tensor]) -> None:
-        super().__init__()
-        self.keys, self.vectors = list(keys), vectors
-
-    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        dims = [self.vectors[key].shape[1] for key in self.keys]
-        return KeyedTensor(self.keys, dims, torch.cat([self.vectors[key] for key in self.keys], dim=1))
-
-
-@dataclass
-class FakeInputs:
-    """The inputs of a model, with given embeddings in the place of tables."""
-
-    embeddings: nn.Module
-    num_dense: int
-    schema: Schema = Schema(None, (), ())
-    embedding_dim: int = 4
-
-    def pooled_embeddings(self) -> tuple[nn.Module, list[str]]:
-        return self.embeddings, list("abc")
-
-
-def ids(batch: int) -> KeyedJaggedTensor:
-    return KeyedJaggedTensor(list("abc"), torch.zeros(3 * batch, dtype=torch.long), torch.ones(3 * batch))
 
 
 def test_pairwise_dots_equal_a_loop_and_their_gradient_is_right() -> None:
@@ -68,7 +42,7 @@ def test_dlrm_with_cross_layers_equals_torchrecs_dlrm_dcn(batch: int) -> None:
     ]
     theirs = DLRM_DCN(EmbeddingBagCollection(tables=tables), 2, [8, 4], [6, 1], dcn_num_layers=2, dcn_low_rank_dim=3)
     collection, crossnet = theirs.sparse_arch.embedding_bag_collection, theirs.inter_arch.crossnet
-    ours = DLRM(collection, list("abc"), 4, 2, bottom=[8], top=[6], cross=LowRankCross(16, 2, 3))
+    ours = DLRM(collection, list("abc"), 4, 2, bottom=[8], top=[6], cross=CrossLayersV2(16, 2, 3))
     assert sum(own.numel() for own in ours.parameters()) == sum(own.numel() for own in theirs.parameters())
     for own in crossnet.bias:
         nn.init.normal_(own)
@@ -88,7 +62,7 @@ def test_dlrm_with_cross_layers_equals_torchrecs_dlrm_dcn(batch: int) -> None:
 @pytest.mark.parametrize("batch", [0, 1, 3])
 def test_dlrm_equals_its_formula(batch: int) -> None:
     vectors = {key: torch.randn(batch, 4) for key in "abc"}
-    model = DLRM(FakeEmbeddings("abc", vectors), list("abc"), 4, 2, bottom=[8], top=[8])
+    model = DLRM(FakeEmbeddings(vectors), list("abc"), 4, 2, bottom=[8], top=[8])
     dense = torch.randn(batch, 2)
     bottom = model.bottom(dense)
     stacked = torch.stack([bottom, *vectors.values()], dim=1)
@@ -99,7 +73,7 @@ def test_dlrm_equals_its_formula(batch: int) -> None:
 @pytest.mark.parametrize("name", LOGIT_MODELS)
 def test_a_batch_without_rows_goes_forward_and_back(name: str) -> None:
     vectors = {key: torch.randn(0, 4, requires_grad=True) for key in "abc"}
-    model = MODELS[name]().build(FakeInputs(FakeEmbeddings("abc", vectors), 2))
+    model = MODELS[name]().build(FakeInputs(vectors, TWO_NUMBERS))
     model(torch.randn(0, 2), ids(0)).sum().backward()
     assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in model.parameters() if p.grad is not None)
     assert vectors["a"].grad.shape == (0, 4)
@@ -108,7 +82,7 @@ def test_a_batch_without_rows_goes_forward_and_back(name: str) -> None:
 @pytest.mark.parametrize("name", LOGIT_MODELS)
 def test_the_order_of_keys_does_not_matter(name: str) -> None:
     vectors = {key: torch.randn(3, 4) for key in "abc"}
-    model = MODELS[name]().build(FakeInputs(FakeEmbeddings("abc", vectors), 2))
+    model = MODELS[name]().build(FakeInputs(vectors, TWO_NUMBERS))
     dense = torch.randn(3, 2)
     before = model(dense, ids(3))
     model.embeddings.keys = list("cab")
@@ -140,7 +114,8 @@ def test_paper_sizes() -> None:
 @pytest.mark.parametrize("num_dense", [0, 2])
 @pytest.mark.parametrize("name", LOGIT_MODELS)
 def test_models_take_datasets_without_dense_features(name: str, num_dense: int) -> None:
-    model = MODELS[name]().build(FakeInputs(FakeEmbeddings("abc", {k: torch.randn(3, 4) for k in "abc"}), num_dense))
+    schema = Schema(None, ("d0", "d1")[:num_dense], ())
+    model = MODELS[name]().build(FakeInputs({k: torch.randn(3, 4) for k in "abc"}, schema))
     assert model(torch.randn(3, num_dense), ids(3)).shape == (3,)
 
 
@@ -152,7 +127,7 @@ def test_a_model_of_nothing_is_refused() -> None:
 def test_dlrm_warns_where_it_has_no_pair_to_multiply() -> None:
     vectors = {"a": torch.randn(3, 4)}
     with pytest.warns(UserWarning, match="DLRM multiplies pairs of vectors.*model={name: dcn}"):
-        model = DLRM(FakeEmbeddings("a", vectors), ["a"], 4, 0)
+        model = DLRM(FakeEmbeddings(vectors), ["a"], 4, 0)
     assert len(model(torch.empty(3, 0), ids(3)).unique()) == 1
 
 
@@ -162,7 +137,7 @@ SETTINGS = SoftOneHotConfig(bins=4, value_range=[0.0, 3.0])
 
 def soft_inputs(missing_dense: bool = True) -> FakeInputs:
     vectors = {key: torch.randn(3, 4) for key in "abc"}
-    return FakeInputs(FakeEmbeddings("abc", vectors), 2, Schema(None, (), (), missing_dense=missing_dense))
+    return FakeInputs(vectors, replace(TWO_NUMBERS, missing_dense=missing_dense))
 
 
 @pytest.mark.parametrize("layer_norm", [False, True])
@@ -206,7 +181,7 @@ def test_missing_numbers_need_soft_one_hot_vectors(config: DLRMConfig | DCNConfi
 @pytest.mark.parametrize("name", ["dlrm", "dcn"])
 @pytest.mark.parametrize("dense", ["soft_one_hot", "both"])
 def test_soft_one_hot_vectors_of_datasets_without_dense_features(name: str, dense: str) -> None:
-    inputs = FakeInputs(FakeEmbeddings("abc", {k: torch.randn(3, 4) for k in "abc"}), 0)
+    inputs = FakeInputs({k: torch.randn(3, 4) for k in "abc"}, Schema(None, (), ()))
     model = MODELS[name](dense=dense).build(inputs)
     assert model(torch.empty(3, 0), ids(3)).shape == (3,) and model.soft_one_hot is None
 

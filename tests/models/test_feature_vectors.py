@@ -1,0 +1,205 @@
+"""DCN V2, Gated DCN, DeepFM, FinalMLP and MaskNet against their papers' equations, in float64, with their gradients."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchrec.modules.crossnet import CrossNet, LowRankCrossNet
+
+from distembed.base.errors import UserError
+from distembed.data.dataset.schema import Schema
+from distembed.models import MODELS
+from distembed.models.config import ModelConfig
+from distembed.models.cross import CrossLayersV2
+from distembed.models.dcnv2_config import DCNv2Config, GDCNConfig
+from distembed.models.deepfm_config import DeepFMConfig
+from distembed.models.finalmlp_config import FinalMLPConfig, StreamConfig
+from distembed.models.masknet_config import MaskNetConfig
+from distembed.models.vectors import FeatureVectorModel
+from tests.models.fake_inputs import FakeInputs, ids
+
+DIM, BATCH = 4, 3
+NAMES = ["d0", "d1", "a", "b", "c"]
+
+
+def perceptron(weights: dict[str, Tensor], path: str, inputs: Tensor, last_is_linear: bool = False) -> Tensor:
+    """Returns ``relu(W x + b)`` layer by layer, for the weights under a path."""
+    layers = sorted({int(name.split(".")[-2]) for name in weights if name.startswith(f"{path}.layers.")})
+    for layer in layers:
+        inputs = inputs @ weights[f"{path}.layers.{layer}.weight"].T + weights[f"{path}.layers.{layer}.bias"]
+        inputs = inputs if last_is_linear and layer == layers[-1] else inputs.clamp(min=0)
+    return inputs
+
+
+def cross(weights: dict[str, Tensor], x: Tensor, gated: bool = False, low_rank: bool = False) -> Tensor:
+    crossed = x
+    for layer in range(2):
+        inner = crossed @ weights[f"cross.down.{layer}.weight"].T if low_rank else crossed
+        product = x * (inner @ weights[f"cross.up.{layer}.weight"].T + weights[f"cross.up.{layer}.bias"])
+        gate = 1 / (1 + (-(crossed @ weights[f"cross.gates.{layer}.weight"].T)).exp()) if gated else 1
+        crossed = product * gate + crossed
+    return crossed
+
+
+def parallel_cross(weights: dict[str, Tensor], vectors: Tensor, **kind: bool) -> Tensor:
+    x = vectors.flatten(1)
+    hidden = torch.cat([perceptron(weights, "deep", x), cross(weights, x, **kind)], 1)
+    return (hidden @ weights["output.weight"].T + weights["output.bias"])[:, 0]
+
+
+def stacked_cross(weights: dict[str, Tensor], vectors: Tensor) -> Tensor:
+    hidden = perceptron(weights, "deep", cross(weights, vectors.flatten(1), low_rank=True))
+    return (hidden @ weights["output.weight"].T + weights["output.bias"])[:, 0]
+
+
+def deep_fm(weights: dict[str, Tensor], vectors: Tensor) -> Tensor:
+    logits = weights["bias"] + perceptron(weights, "deep", vectors.flatten(1), last_is_linear=True)[:, 0]
+    for vector in vectors.unbind(1):
+        logits = logits + vector[:, 0]
+    for first, second in itertools.combinations(vectors.unbind(1), 2):
+        logits = logits + (first[:, 1:] * second[:, 1:]).sum(1)
+    return logits
+
+
+def final_mlp(weights: dict[str, Tensor], vectors: Tensor) -> Tensor:
+    x = vectors.flatten(1)
+    contexts = {"first": vectors[:, NAMES.index("b")], "second": weights["second.context"].expand(len(x), DIM)}
+    streams = []
+    for stream, context in contexts.items():
+        gate = 2 / (1 + (-perceptron(weights, f"{stream}.gate", context, last_is_linear=True)).exp())
+        streams.append(perceptron(weights, f"{stream}.deep", x * gate))
+    h, g = streams
+    logits = (torch.cat(streams, 1) @ weights["linear.weight"].T + weights["linear.bias"])[:, 0]
+    for head, (own_h, own_g) in enumerate(zip(h.chunk(2, 1), g.chunk(2, 1), strict=True)):
+        logits = logits + torch.einsum("bi,ij,bj->b", own_h, weights["bilinear"][head], own_g)
+    return logits
+
+
+def norm(values: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    centred = values - values.mean(-1, keepdim=True)
+    return centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * scale + shift
+
+
+def mask_net(weights: dict[str, Tensor], vectors: Tensor, serial: bool = False) -> Tensor:
+    first = norm(vectors, weights["norm_scale"], weights["norm_shift"]).flatten(1)
+    inputs, outputs = first, []
+    for block in range(2):
+        mask = perceptron(weights, f"blocks.{block}.mask", vectors.flatten(1), last_is_linear=True)
+        scale, shift = weights[f"blocks.{block}.norm.weight"], weights[f"blocks.{block}.norm.bias"]
+        hidden = norm((inputs * mask) @ weights[f"blocks.{block}.linear.weight"].T, scale, shift).clamp(min=0)
+        outputs.append(hidden)
+        inputs = hidden if serial else first
+    return perceptron(weights, "output", outputs[-1] if serial else torch.cat(outputs, 1), last_is_linear=True)[:, 0]
+
+
+CASES: dict[str, tuple[Any, Callable[..., Tensor]]] = {
+    "dcnv2": (DCNv2Config(deep=[6, 5], num_cross_layers=2), parallel_cross),
+    "dcnv2 low rank, stacked": (
+        DCNv2Config(deep=[6], num_cross_layers=2, rank=3, structure="stacked"),
+        stacked_cross,
+    ),
+    "gdcn": (
+        GDCNConfig(deep=[6], num_cross_layers=2),
+        lambda weights, vectors: parallel_cross(weights, vectors, gated=True),
+    ),
+    "deepfm": (DeepFMConfig(deep=[6, 5]), deep_fm),
+    "finalmlp": (
+        FinalMLPConfig(
+            first=StreamConfig(sizes=[6, 4], gated_by=["b"]), second=StreamConfig(sizes=[6]), gate=[3], num_heads=2
+        ),
+        final_mlp,
+    ),
+    "masknet": (MaskNetConfig(blocks=[6, 4], deep=[5]), mask_net),
+    "masknet in series": (
+        MaskNetConfig(blocks=[6, 4], structure="serial", reduction=0.5),
+        lambda weights, vectors: mask_net(weights, vectors, serial=True),
+    ),
+}
+
+
+def build(config: ModelConfig) -> FeatureVectorModel:
+    schema = Schema(None, ("d0", "d1"), ())
+    model = config.build(FakeInputs({name: torch.randn(BATCH, DIM) for name in "abc"}, schema))
+    assert isinstance(model, FeatureVectorModel)
+    assert model.vector_names == NAMES
+    return model.double()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_model_equals_its_equations(case: str) -> None:
+    config, equations = CASES[case]
+    model = build(config)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    weights = dict(model.named_parameters())
+    vectors = torch.randn(BATCH, len(NAMES), DIM, dtype=torch.float64, requires_grad=True)
+    leaves = [vectors, *(own for name, own in weights.items() if not name.startswith("soft_one_hot"))]
+    found, expected = model.logits(vectors), equations(weights, vectors)
+    torch.testing.assert_close(found, expected)
+    upstream = torch.randn(BATCH, dtype=torch.float64)
+    gradients = torch.autograd.grad(found, leaves, upstream)
+    for ours, theirs in zip(gradients, torch.autograd.grad(expected, leaves, upstream), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_every_model_of_feature_vectors_has_a_case() -> None:
+    tested = {type(config) for config, _ in CASES.values()}
+    schema = Schema(None, ("d0",), ())
+    for name, kind in MODELS.items():
+        if kind.__dataclass_fields__["name"].default == name and getattr(kind, "returns", None) == "logits":
+            model = kind().build(FakeInputs({key: torch.randn(BATCH, DIM) for key in "abc"}, schema))
+            assert kind in tested or not isinstance(model, FeatureVectorModel), name
+
+
+@pytest.mark.parametrize("rank", [None, 3])
+def test_cross_layers_equal_torchrecs(rank: int | None) -> None:
+    theirs = CrossNet(5, 2) if rank is None else LowRankCrossNet(5, 2, rank)
+    ours = CrossLayersV2(5, 2, rank)
+    for own in theirs.bias:
+        nn.init.normal_(own)
+    for layer in range(2):
+        ours.up[layer].weight.data.copy_(theirs.kernels[layer] if rank is None else theirs.W_kernels[layer])
+        ours.up[layer].bias.data.copy_(theirs.bias[layer].flatten())
+        if rank is not None:
+            ours.down[layer].weight.data.copy_(theirs.V_kernels[layer])
+    inputs = torch.randn(4, 5)
+    torch.testing.assert_close(ours(inputs), theirs(inputs))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_missing_number_has_a_vector_of_its_own(case: str) -> None:
+    model = build(CASES[case][0]).float()
+    numbers = torch.tensor([[1.0, float("nan")]] * BATCH)
+    before = model(numbers, ids(BATCH))
+    assert before.isfinite().all()
+    model.soft_one_hot.missing.data[1] += 1
+    assert not torch.equal(model(numbers, ids(BATCH)), before)
+
+
+def test_dropout_drops_in_training_alone() -> None:
+    torch.manual_seed(0)
+    model = build(DeepFMConfig(deep=[64], dropout=0.5))
+    vectors = torch.randn(BATCH, len(NAMES), DIM, dtype=torch.float64)
+    assert not torch.equal(model.logits(vectors), model.logits(vectors))
+    model.eval()
+    assert torch.equal(model.logits(vectors), model.logits(vectors))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_heads": 3}, "num_heads is 3, which does not divide 256, the last of first.sizes"),
+        ({"gate": None, "first": StreamConfig(gated_by=["a"])}, "first.gated_by is set and gate is null"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FinalMLPConfig(**settings)
+
+
+def test_an_unknown_feature_to_gate_by_is_refused() -> None:
+    with pytest.raises(UserError, match="feature that gates a stream"):
+        build(FinalMLPConfig(first=StreamConfig(gated_by=["z"])))
