@@ -15,6 +15,7 @@ from distembed.models.deepfm_config import DeepFMConfig
 from distembed.models.dlrm_config import DLRMConfig
 from distembed.models.finalmlp_config import FinalMLPConfig
 from distembed.models.gru_config import GRUConfig
+from distembed.models.hstu_config import HSTUConfig
 from distembed.models.masknet_config import MaskNetConfig
 from distembed.models.mf_config import MFConfig
 from distembed.models.sasrec_config import SASRecConfig
@@ -40,6 +41,7 @@ MODELS: NameTable[type[ModelConfig]] = NameTable(
         "mf": MFConfig,
         "sasrec": SASRecConfig,
         "gru": GRUConfig,
+        "hstu": HSTUConfig,
     }
 )
 """Config class by model name."""

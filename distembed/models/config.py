@@ -120,6 +120,15 @@ class FeatureVectorConfig:
     dropout: Share = 0.0
 
 
+def require_heads_divide(num_heads: int, embedding_dim: int) -> None:
+    """Refuses heads of attention that are no equal parts of a vector."""
+    if embedding_dim % num_heads:
+        raise UserError(
+            f"model.num_heads is {num_heads}, which does not divide embedding.default.embedding_dim={embedding_dim}; "
+            "choose a divisor of it."
+        )
+
+
 def require_used(dense: str, soft_one_hot: SoftOneHotConfig | None) -> None:
     """Refuses settings of soft one-hot vectors for a model that has none."""
     if soft_one_hot is not None and dense not in _WITH_SOFT_ONE_HOT:

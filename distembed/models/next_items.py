@@ -80,17 +80,25 @@ class NextItems(Model):
         states: Maps vectors of tokens [tokens, dim], and the places asked for, to states [queries, dim].
         tokens: Makes vectors of tokens from the collection's vectors.
         bias: Whether each item has an output bias.
+        times: Name of the column of times [tokens] that ``states`` takes too; None for none.
     """
 
     batch_fields: ClassVar[tuple[str, ...]] = (SPARSE_FEATURES,)
 
-    def __init__(self, items: ItemCollections, states: nn.Module, tokens: "TokenVectors", bias: bool) -> None:
+    def __init__(
+        self,
+        items: ItemCollections,
+        states: nn.Module,
+        tokens: "TokenVectors",
+        bias: bool,
+        times: str | None = None,
+    ) -> None:
         super().__init__()
         self.embeddings = items.embeddings
         self.outputs = items.outputs
         is_tied = items.outputs is None
         catalogue = Catalogue(self, "embeddings" if is_tied else "outputs", items.table, bias, is_tied=is_tied)
-        self.network = _Network(tokens, states, catalogue)
+        self.network = _Network(tokens, states, catalogue, times)
 
     def forward(self, sparse_features: KeyedJaggedTensor, dense_sequences: KeyedJaggedTensor | None = None) -> Queries:
         """Returns a query for each target, row after row, with the batch's candidates that are looked up."""
@@ -148,9 +156,9 @@ class _Network(nn.Module):
     It is one module, since TorchRec's pipeline does not trace into modules without tables.
     """
 
-    def __init__(self, tokens: TokenVectors, states: nn.Module, catalogue: Catalogue) -> None:
+    def __init__(self, tokens: TokenVectors, states: nn.Module, catalogue: Catalogue, times: str | None) -> None:
         super().__init__()
-        self.tokens, self.states, self.catalogue = tokens, states, catalogue
+        self.tokens, self.states, self.catalogue, self.times = tokens, states, catalogue, times
 
     def forward(
         self,
@@ -161,7 +169,11 @@ class _Network(nn.Module):
     ) -> Queries:
         targets = feature_values(sparse_features, ITEM_TARGET)
         lengths, num_targets = (feature_lengths(sparse_features, name) for name in (ITEM, ITEM_TARGET))
-        states = self.states(self.tokens(embedded, dense_sequences), QueriedRows(lengths, num_targets, len(targets)))
+        tokens, rows = self.tokens(embedded, dense_sequences), QueriedRows(lengths, num_targets, len(targets))
+        if self.times is None or dense_sequences is None:
+            states = self.states(tokens, rows)
+        else:
+            states = self.states(tokens, rows, feature_values(dense_sequences, self.times))
         items = {
             name: Items(feature_values(sparse_features, name), candidates[name].values())
             for name in (ITEM_TARGET, ITEM_NEGATIVE)

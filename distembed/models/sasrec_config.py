@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 import pydantic.dataclasses
 from pydantic import Field
 
-from distembed.base.errors import UserError
 from distembed.base.names import STRICT
+from distembed.models.config import require_heads_divide
 
 if TYPE_CHECKING:
     from distembed.models.base import Model
@@ -42,11 +42,7 @@ class SASRecConfig:
         from distembed.models.sasrec import CausalTransformer
 
         dim = inputs.embedding_dim
-        if dim % self.num_heads:
-            raise UserError(
-                f"model.num_heads is {self.num_heads}, which does not divide embedding.default.embedding_dim={dim}; "
-                "choose a divisor of it."
-            )
+        require_heads_divide(self.num_heads, dim)
         items = item_collections(inputs, self.tied)
         states = CausalTransformer(dim, items.max_length, self.num_blocks, self.num_heads, self.dropout)
         return NextItems(items, states, TokenVectors(dim), self.bias)

@@ -14,6 +14,7 @@ from distembed.data.dataset.schema import CategoricalFeature, Schema
 from distembed.embedding import CompositionalEmbeddingCollection
 from distembed.embedding.settings import EmbeddingConfig, TableConfig
 from distembed.models import GRUConfig, ModelInputs, SASRecConfig
+from distembed.models.hstu_config import HSTUConfig
 from distembed.tasks import NextItemConfig, batch_schema
 
 DIM = 4
@@ -72,7 +73,9 @@ def test_a_gru_with_what_stands_beside_items_equals_a_loop() -> None:
     assert queries.items == {} and queries.catalogue.table.name == "item"
 
 
-@pytest.mark.parametrize("config", [SASRecConfig(dropout=0.0), GRUConfig(dropout=0.0, side_features=False)])
+@pytest.mark.parametrize(
+    "config", [SASRecConfig(dropout=0.0), GRUConfig(dropout=0.0, side_features=False), HSTUConfig(dropout=0.0)]
+)
 @pytest.mark.parametrize("tied", [True, False])
 def test_candidates_are_scored_by_the_table_of_outputs(config: Any, tied: bool) -> None:
     model = dataclasses.replace(config, tied=tied).build(make_inputs(loss="binary"))
@@ -89,6 +92,18 @@ def test_candidates_are_scored_by_the_table_of_outputs(config: Any, tied: bool) 
     assert shared.table.name == ("item" if tied else "item_output")
     num_tables = sum(parameter.numel() == 20 * DIM for parameter in model.parameters())
     assert num_tables == (1 if tied else 2)
+
+
+def test_hstu_takes_times() -> None:
+    model = HSTUConfig(dropout=0.0, times="hour").build(make_inputs())
+    nn.init.normal_(model.network.states.layers[0].gaps)
+    ids = batch(user=[[1], [2], [3]], item=ITEMS, genre=GENRES, item_target=TARGETS)
+    prices = [[1.0, 2.0, 3.0], [], [4.0]]
+    early, late = (model(ids, batch(hour=[[0.0, 1.0, own], [], [7.0]], price=prices)) for own in (2.0, 200.0))
+    torch.testing.assert_close(early.vectors[[0, 1, 3]], late.vectors[[0, 1, 3]])
+    assert not torch.isclose(early.vectors[2], late.vectors[2]).any()
+    with pytest.raises(UserError, match="model.times is 'hours', which is not known. Did you mean 'hour'"):
+        HSTUConfig(times="hours").build(make_inputs())
 
 
 def test_what_a_model_cannot_be_built_from_is_refused() -> None:

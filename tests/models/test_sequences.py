@@ -1,5 +1,6 @@
 """Models of sequences against plain ones that pad on the left, with the same weights."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,6 +11,7 @@ from torch.nn import functional
 
 from distembed.models import sasrec
 from distembed.models.gru import RecurrentStates
+from distembed.models.hstu import PointwiseTransformer, gap_buckets
 from distembed.models.layers import drop
 from distembed.models.sasrec import CausalTransformer, attend
 from distembed.models.sequences import QueriedRows, _one_group, lay_out, pack
@@ -66,8 +68,12 @@ def test_sasrec_equals_a_padded_transformer_with_the_same_weights(lengths: list[
 
 @pytest.mark.parametrize(
     "model",
-    [CausalTransformer(DIM, MAX_LENGTH, 2, 2, 0.0), RecurrentStates(DIM, 6, MAX_LENGTH, 2, 0.0)],
-    ids=["sasrec", "gru"],
+    [
+        CausalTransformer(DIM, MAX_LENGTH, 2, 2, 0.0),
+        RecurrentStates(DIM, 6, MAX_LENGTH, 2, 0.0),
+        PointwiseTransformer(DIM, MAX_LENGTH, 2, 2, 0.0),
+    ],
+    ids=["sasrec", "gru", "hstu"],
 )
 def test_states_do_not_depend_on_later_tokens_nor_on_other_rows(model: nn.Module) -> None:
     tokens, changed = torch.randn(12, DIM), torch.randn(12, DIM)
@@ -78,7 +84,14 @@ def test_states_do_not_depend_on_later_tokens_nor_on_other_rows(model: nn.Module
     torch.testing.assert_close(model(tokens[5:], asked([7])), before[5:], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("model", [CausalTransformer(DIM, 4, 1, 1, 0.0), RecurrentStates(DIM, 6, 4, 1, 0.0)])
+@pytest.mark.parametrize(
+    "model",
+    [
+        CausalTransformer(DIM, 4, 1, 1, 0.0),
+        RecurrentStates(DIM, 6, 4, 1, 0.0),
+        PointwiseTransformer(DIM, 4, 1, 1, 0.0),
+    ],
+)
 def test_rows_are_cut_to_their_most_recent_tokens_and_rows_without_any_have_zeros(model: nn.Module) -> None:
     tokens = torch.randn(9, DIM)
     states = model(tokens, asked([0, 6, 3], num_queries=[1, 1, 2]))
@@ -87,7 +100,14 @@ def test_rows_are_cut_to_their_most_recent_tokens_and_rows_without_any_have_zero
     torch.testing.assert_close(states[2:], model(tokens[6:], asked([3], num_queries=[2])))
 
 
-@pytest.mark.parametrize("model", [CausalTransformer(DIM, 4, 1, 1, 0.1), RecurrentStates(DIM, 6, 4, 2, 0.1)])
+@pytest.mark.parametrize(
+    "model",
+    [
+        CausalTransformer(DIM, 4, 1, 1, 0.1),
+        RecurrentStates(DIM, 6, 4, 2, 0.1),
+        PointwiseTransformer(DIM, 4, 1, 2, 0.1),
+    ],
+)
 @pytest.mark.parametrize("lengths", [[], [0, 0]])
 def test_batches_without_tokens_have_gradients_of_all_weights(model: nn.Module, lengths: list[int]) -> None:
     states = model(torch.zeros(0, DIM), asked(lengths))
@@ -95,6 +115,47 @@ def test_batches_without_tokens_have_gradients_of_all_weights(model: nn.Module, 
     tokens = torch.zeros(0, DIM, requires_grad=True)
     gradients = torch.autograd.grad(model(tokens, asked(lengths)).sum(), [tokens, *model.parameters()])
     assert all(torch.equal(gradient, torch.zeros_like(gradient)) for gradient in gradients)
+
+
+def hstu_states(model: PointwiseTransformer, row: Tensor, times: Tensor) -> Tensor:
+    """Returns the states of a row by the equations of the paper, place by place, in the dtype of the row."""
+    length, heads = len(row), model.layers[0].num_heads
+    x = row + model.positions[:length].flip(0)
+    for layer in model.layers:
+        u, v, q, k = functional.silu(layer.project(layer.norm(x))).chunk(4, dim=1)
+        attended = []
+        for i in range(length):
+            by_head = [torch.zeros(DIM // heads, dtype=row.dtype) for _ in range(heads)]
+            for j in range(i + 1):
+                bias = layer.distances[i - j] + layer.gaps[int(math.log2(1 + abs(float(times[i] - times[j]))))]
+                for head, (own_q, own_k, own_v) in enumerate(
+                    zip(q[i].chunk(heads), k[j].chunk(heads), v[j].chunk(heads), strict=True)
+                ):
+                    by_head[head] = by_head[head] + functional.silu(own_q @ own_k + bias) / MAX_LENGTH * own_v
+            attended.append(torch.cat(by_head))
+        x = x + layer.output(layer.attended_norm(torch.stack(attended)) * u)
+    return model.norm(x)
+
+
+def test_hstu_equals_its_equations() -> None:
+    model = PointwiseTransformer(DIM, MAX_LENGTH, 2, 2, 0.0, has_times=True).double()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    rows = [torch.randn(length, DIM, dtype=torch.float64, requires_grad=True) for length in RAGGED]
+    times = [torch.randint(0, 100, (length,)).double().cumsum(0) for length in RAGGED]
+    found = model(torch.cat(rows), asked(RAGGED), torch.cat(times))
+    full = [(row, own) for row, own in zip(rows, times, strict=True) if len(row)]
+    expected = torch.cat([hstu_states(model, row, own) for row, own in full])
+    torch.testing.assert_close(found, expected)
+    weights, leaves = torch.randn_like(found), [*(row for row, _ in full), *model.parameters()]
+    gradients = torch.autograd.grad(found, leaves, weights)
+    for own, other in zip(gradients, torch.autograd.grad(expected, leaves, weights), strict=True):
+        torch.testing.assert_close(own, other)
+
+
+def test_gaps_of_times_have_few_buckets() -> None:
+    gaps = torch.tensor([0.0, 0.9, 1.0, 2.9, 3.0, -3.0, 2.0**62, 3e38])
+    assert gap_buckets(gaps).tolist() == [0, 0, 1, 1, 2, 2, 62, 63]
 
 
 def test_gru_equals_a_loop_over_cells() -> None:

@@ -239,15 +239,17 @@ class RecommendingModel:
     ) -> RecommendingModel:
         """Returns a model of the next item in this form.
 
-        Raises a :class:`UserError` for another model than sasrec or gru, for one that takes numbers beside the items,
-        and where ``num_best`` exceeds the catalogue.
+        Raises a :class:`UserError` for another model than sasrec, gru or hstu, for one that takes numbers beside the
+        items, and where ``num_best`` exceeds the catalogue.
         """
         if not isinstance(model, NextItems):
-            raise _unknown_model(model, "sasrec and gru")
+            raise _unknown_model(model, "sasrec, gru and hstu")
         if isinstance(model, NextItemsWithNumbers):
+            network = model.network
+            numbers = ", ".join([*network.tokens.numbers, *([] if network.times is None else [network.times])])
             raise UserError(
-                f"the model takes numbers beside the items ({', '.join(model.network.tokens.numbers)}), and exported "
-                "models take ids alone; train it with model.side_features=false, or without these columns."
+                f"the model takes numbers beside the items ({numbers}), and exported models take ids alone; train it "
+                "with model.side_features=false or model.times=null, or without these columns."
             )
         features = [PlainFeature(name, is_list=True) for name in (ITEM, *model.network.tokens.features)]
         stored = _StoredTables(model, model.network.catalogue, num_best)
