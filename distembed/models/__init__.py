@@ -12,6 +12,7 @@ from distembed.models.config import ModelConfig, SoftOneHotConfig
 from distembed.models.dcn_config import DCNConfig
 from distembed.models.dcnv2_config import DCNv2Config, GDCNConfig
 from distembed.models.deepfm_config import DeepFMConfig
+from distembed.models.din_config import DINConfig
 from distembed.models.dlrm_config import DLRMConfig
 from distembed.models.finalmlp_config import FinalMLPConfig
 from distembed.models.gru_config import GRUConfig
@@ -38,6 +39,7 @@ MODELS: NameTable[type[ModelConfig]] = NameTable(
         "deepfm": DeepFMConfig,
         "finalmlp": FinalMLPConfig,
         "masknet": MaskNetConfig,
+        "din": DINConfig,
         "mf": MFConfig,
         "sasrec": SASRecConfig,
         "gru": GRUConfig,

@@ -28,7 +28,7 @@ class CrossLayersV2(nn.Module):
         self.up = nn.ModuleList(make_linear(rank or in_features, in_features) for _ in layers)
         self.gates = nn.ModuleList(nn.Linear(in_features, in_features, bias=False) for _ in layers if gated)
         for linear in [*self.down, *self.gates]:
-            nn.init.xavier_normal_(linear.weight)  # type: ignore[arg-type]
+            nn.init.xavier_normal_(linear.weight)
 
     def forward(self, vectors: Float[Tensor, "batch *vectors"]) -> Float[Tensor, "batch in"]:
         """Returns the last layer's output for the numbers of each row side by side, in their dtype."""

@@ -9,19 +9,20 @@ from jaxtyping import Float
 from torch import Tensor
 
 from distembed.models.cross import CrossLayersV2
-from distembed.models.dcnv2_config import DCNv2Config, GDCNConfig
+from distembed.models.dcnv2_config import CrossAndDeepConfig
 from distembed.models.inputs import ModelInputs
 from distembed.models.layers import MLP, make_linear
 from distembed.models.vectors import FeatureVectorModel
 
 
 class DCNv2(FeatureVectorModel):
-    """Cross layers and a deep network, over the vectors of all features side by side."""
+    """Cross layers, with a rank or gates as :class:`CrossLayersV2` has them, and a deep network."""
 
-    def __init__(self, inputs: ModelInputs, config: DCNv2Config | GDCNConfig) -> None:
+    def __init__(
+        self, inputs: ModelInputs, config: CrossAndDeepConfig, rank: int | None = None, gated: bool = False
+    ) -> None:
         super().__init__(inputs, config.soft_one_hot)
-        is_gated, rank = isinstance(config, GDCNConfig), config.rank if isinstance(config, DCNv2Config) else None
-        self.cross = CrossLayersV2(self.num_inputs, config.num_cross_layers, rank, is_gated)
+        self.cross = CrossLayersV2(self.num_inputs, config.num_cross_layers, rank, gated)
         self.deep = MLP(self.num_inputs, config.deep, dropout=config.dropout)
         self.is_parallel = config.structure == "parallel"
         self.output = make_linear(config.deep[-1] + (self.num_inputs if self.is_parallel else 0), 1)

@@ -16,42 +16,51 @@ if TYPE_CHECKING:
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
-class _CrossAndDeepConfig(FeatureVectorConfig):
-    """The settings that DCN V2 and Gated DCN share."""
+class CrossAndDeepConfig(FeatureVectorConfig):
+    """The settings that DCN V2 and Gated DCN share; dropout is in the deep network.
+
+    Attributes:
+        num_cross_layers: Number of cross layers.
+        deep: Hidden sizes of the deep network.
+        structure: Whether the deep network runs beside the cross layers or on their output.
+    """
 
     num_cross_layers: Annotated[int, Field(gt=0, le=1000)] = 3
     deep: Widths = field(default_factory=lambda: [512, 256])
     structure: Literal["parallel", "stacked"] = "parallel"
 
-    def build(self, inputs: "ModelInputs") -> "Model":
-        """Builds the model over all features of the dataset."""
-        from distembed.models.dcnv2 import DCNv2
-
-        return DCNv2(inputs, self)
-
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
-class DCNv2Config(_CrossAndDeepConfig):
-    """The section of :class:`distembed.models.dcnv2.DCNv2`; dropout is in the deep network.
+class DCNv2Config(CrossAndDeepConfig):
+    """The section of :class:`distembed.models.dcnv2.DCNv2`.
 
     Attributes:
         name: The model's name, ``dcnv2``.
-        num_cross_layers: Number of cross layers.
-        deep: Hidden sizes of the deep network.
-        structure: Whether the deep network runs beside the cross layers or on their output.
         rank: Rank of the cross layers' matrices; null for whole matrices.
     """
 
     name: Literal["dcnv2"] = "dcnv2"
     rank: Width | None = None
 
+    def build(self, inputs: "ModelInputs") -> "Model":
+        """Builds the model over all features of the dataset."""
+        from distembed.models.dcnv2 import DCNv2
+
+        return DCNv2(inputs, self, self.rank)
+
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
-class GDCNConfig(_CrossAndDeepConfig):
-    """The section of :class:`distembed.models.dcnv2.DCNv2` whose cross layers have gates; settings as there.
+class GDCNConfig(CrossAndDeepConfig):
+    """The section of :class:`distembed.models.dcnv2.DCNv2` whose cross layers have gates.
 
     Attributes:
         name: The model's name, ``gdcn``.
     """
 
     name: Literal["gdcn"] = "gdcn"
+
+    def build(self, inputs: "ModelInputs") -> "Model":
+        """Builds the model over all features of the dataset."""
+        from distembed.models.dcnv2 import DCNv2
+
+        return DCNv2(inputs, self, gated=True)

@@ -5,6 +5,8 @@ where the context c_s is the vectors of chosen features, or a learned vector. Wi
 K heads, the logit is ``b + u.h + v.g + sum_k h_k^T W_k g_k`` (equations 7 and 9).
 """
 
+from typing import cast
+
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -48,7 +50,9 @@ class Stream(nn.Module):
     def forward(self, vectors: Float[Tensor, "batch vectors dim"]) -> Float[Tensor, "batch out"]:
         inputs = vectors.flatten(1)
         if self.gate is not None:
-            context = vectors.index_select(1, self._chosen).flatten(1) if self.context is None else self.context
+            context = (
+                vectors.index_select(1, cast(Tensor, self._chosen)).flatten(1) if self.context is None else self.context
+            )
             inputs = inputs * (2 * torch.sigmoid(self.gate(context)))
         hidden: Tensor = self.deep(inputs)
         return hidden

@@ -72,7 +72,8 @@ class PointwiseAttention(nn.Module):
         """Returns ``sum_j a_ij v_j`` for the slots of one group, whose rows have one length."""
         num_rows, length = group
         values, queries, keys = (
-            each.view(num_rows, length, self.num_heads, -1).transpose(1, 2) for each in (values, queries, keys)
+            each.unflatten(1, (self.num_heads, -1)).unflatten(0, group).transpose(1, 2)
+            for each in (values, queries, keys)
         )
         places = torch.arange(length, device=values.device)
         distances = places.unsqueeze(1) - places

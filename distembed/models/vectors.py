@@ -1,10 +1,11 @@
 """The base of click models that take one vector for each feature of a row, categorical or dense."""
 
 from abc import abstractmethod
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.base.errors import UserError
@@ -24,6 +25,7 @@ class FeatureVectorModel(Model):
     Args:
         inputs: The features and their tables.
         soft_one_hot: The settings of the dense features' vectors.
+        tables: Names of the tables whose vectors are pooled; all unless given.
 
     Attributes:
         vector_names: The name of each vector, dense features first; a feature may have several vectors.
@@ -35,25 +37,43 @@ class FeatureVectorModel(Model):
 
     batch_fields = (DENSE_FEATURES, SPARSE_FEATURES)
 
-    def __init__(self, inputs: ModelInputs, soft_one_hot: SoftOneHotConfig) -> None:
+    def __init__(
+        self, inputs: ModelInputs, soft_one_hot: SoftOneHotConfig, tables: Sequence[str] | None = None
+    ) -> None:
         super().__init__()
         dim = inputs.embedding_dim
-        self.embeddings, categorical_names = inputs.pooled_embeddings()
-        self.stack = StackFeatures(categorical_names, dim)
+        self.embeddings: nn.Module | None = None
+        names: list[str] = []
+        if tables is None or tables:
+            self.embeddings, names = inputs.pooled_embeddings(tables)
+        self.stack = StackFeatures(names, dim)
         self.soft_one_hot = SoftOneHot(*soft_one_hot.arguments(inputs.num_dense, dim)) if inputs.num_dense else None
-        self.vector_names = [*inputs.schema.dense, *categorical_names]
+        self.vector_names = [*inputs.schema.dense, *names]
         self.num_inputs = len(self.vector_names) * dim
-        if not self.vector_names:
+        if tables is None and not self.vector_names:
             raise UserError("the model needs at least one dense or categorical feature; the dataset has none.")
 
     def forward(
         self, dense_features: Float[Tensor, "batch dense"], sparse_features: KeyedJaggedTensor
     ) -> Float[Tensor, " batch"]:
-        vectors: Tensor = self.stack(self.embeddings(sparse_features))
-        if self.soft_one_hot is not None:
-            vectors = torch.cat([self.soft_one_hot(dense_features).to(vectors.dtype), vectors], dim=1)
-        return self.logits(vectors)
+        return self.logits(join(self.feature_vectors(dense_features, sparse_features)))
+
+    def feature_vectors(
+        self, dense_features: Float[Tensor, "batch dense"], sparse_features: KeyedJaggedTensor
+    ) -> list[Float[Tensor, "batch vectors dim"]]:
+        """Returns the vectors of the dense features and of the pooled tables, each if there are any."""
+        vectors = [] if self.soft_one_hot is None else [self.soft_one_hot(dense_features)]
+        if self.embeddings is not None:
+            vectors.append(self.stack(self.embeddings(sparse_features)))
+        return vectors
 
     @abstractmethod
     def logits(self, vectors: Float[Tensor, "batch vectors dim"]) -> Float[Tensor, " batch"]:
         """Returns the logit of each row, given the vectors of its features in the order of ``vector_names``."""
+
+
+def join(vectors: Sequence[Float[Tensor, "batch _ dim"]]) -> Float[Tensor, "batch vectors dim"]:
+    """Returns the vectors of each row one after another, in the dtype of the last ones, which tables give."""
+    if len(vectors) == 1:
+        return vectors[0]
+    return torch.cat([own.to(vectors[-1].dtype) for own in vectors], dim=1)

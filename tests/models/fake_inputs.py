@@ -27,7 +27,7 @@ class FakeInputs:
     def __init__(self, vectors: dict[str, Tensor], schema: Schema) -> None:
         self.embeddings, self.schema, self.num_dense = FakeEmbeddings(vectors), schema, len(schema.dense)
 
-    def pooled_embeddings(self) -> tuple[nn.Module, list[str]]:
+    def pooled_embeddings(self, features: None = None) -> tuple[nn.Module, list[str]]:
         return self.embeddings, list(self.embeddings.vectors)
 
 

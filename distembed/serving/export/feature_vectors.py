@@ -20,7 +20,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from distembed.data.dataset.schema import DENSE_FEATURES, SPARSE_FEATURES
 from distembed.data.reader import Batch
-from distembed.embedding import CompositionalEmbeddingBagConfig
+from distembed.embedding import CompositionalEmbeddingBagConfig, CompositionalEmbeddingCollection
 from distembed.embedding.bag import pool
 from distembed.serving.export.programs import ANY, BATCH, ProgramInputs
 from distembed.serving.export.table_groups import ExportStorage, StoredTable, TableGroup, stored_table
@@ -68,14 +68,17 @@ def plain_tensors(batch: Batch, features: Sequence[Feature], takes_numbers: bool
 
 
 @dataclass(frozen=True, eq=False)
-class _JaggedIds:
-    """The ids of one feature, row after row, in place of a JaggedTensor."""
+class Jagged:
+    """The ids of one feature, or their vectors, row after row, in place of a JaggedTensor."""
 
-    ids: Int64[Tensor, " ids"]
-    lengths: Int64[Tensor, " batch"]
+    entries: Int64[Tensor, " ids"] | Float[Tensor, "ids dim"]
+    row_lengths: Int64[Tensor, " batch"]
 
-    def values(self) -> Int64[Tensor, " ids"]:
-        return self.ids
+    def values(self) -> Tensor:
+        return self.entries
+
+    def lengths(self) -> Int64[Tensor, " batch"]:
+        return self.row_lengths
 
 
 class PlainFeatures:
@@ -112,13 +115,13 @@ class PlainFeatures:
         rows = torch.arange(self.lengths.shape[1])
         return self.values[self._starts[indices].unsqueeze(1) + rows]
 
-    def list_ids(self, name: str) -> _JaggedIds:
+    def list_ids(self, name: str) -> Jagged:
         """Returns the ids of a list."""
         index = self._indices[name]
         lengths = self.lengths[index]
         num_ids: Any = lengths.sum().item()
         torch._check(num_ids >= 0)
-        return _JaggedIds(self.values[self._starts[index] + torch.arange(num_ids)], lengths)
+        return Jagged(self.values[self._starts[index] + torch.arange(num_ids)], lengths)
 
     def recent(self, name: str, most: int) -> Int64[Tensor, "batch most"]:
         """Returns the last ``most`` ids of each row of a list; a shorter row repeats its last id.
@@ -144,11 +147,11 @@ class PlainFeatures:
         owners = lines.repeat_interleave(self.lengths.flatten(), output_size=self.values.shape[0])
         return owners % num_rows, owners // num_rows == self._indices[name]
 
-    def __getitem__(self, name: str) -> _JaggedIds:
+    def __getitem__(self, name: str) -> Jagged:
         """Returns the ids of a feature."""
         if self._features[self._indices[name]].is_list:
             return self.list_ids(name)
-        return _JaggedIds(self.single_ids([name])[0], self.lengths[self._indices[name]])
+        return Jagged(self.single_ids([name])[0], self.lengths[self._indices[name]])
 
 
 class FeatureVectors(nn.Module):
@@ -206,5 +209,26 @@ class FeatureVectors(nn.Module):
                 by_feature.update(zip(names, looked_up.unbind(0), strict=True))
             for name, number, pooling in lists:
                 ids = features.list_ids(name)
-                by_feature[name] = pool(group(ids.ids.unsqueeze(0), [number])[0], ids.lengths, pooling)
+                by_feature[name] = pool(group(ids.values().unsqueeze(0), [number])[0], ids.lengths(), pooling)
         return torch.cat([by_feature[name] for name in self._order], dim=1)
+
+
+class IdVectors(nn.Module):
+    """Takes the place of an embedding collection of sequences: each id has a vector, which is not pooled."""
+
+    def __init__(self, collection: CompositionalEmbeddingCollection, storage: ExportStorage) -> None:
+        super().__init__()
+        tables = collection.tables()
+        self._features = [(name, number) for number, table in enumerate(tables) for name in table.feature_names]
+        self.groups = nn.ModuleList(
+            TableGroup([stored_table(table, collection.weights(table.name), storage.form(table))], storage.precision)
+            for table in tables
+        )
+
+    def forward(self, features: PlainFeatures) -> dict[str, Jagged]:
+        """Returns the vectors of the ids of each feature."""
+        found = {}
+        for name, number in self._features:
+            ids = features[name]
+            found[name] = Jagged(self.groups[number](ids.values().unsqueeze(0), [0])[0], ids.lengths())
+        return found

@@ -42,7 +42,7 @@ from distembed.models.mf import queries_of_users
 from distembed.models.next_items import NextItems, NextItemsWithNumbers
 from distembed.models.queries import Catalogue
 from distembed.models.sequences import SequenceLayout
-from distembed.serving.export.feature_vectors import PlainFeature, PlainFeatures, plain_inputs
+from distembed.serving.export.feature_vectors import Jagged, PlainFeature, PlainFeatures, plain_inputs
 from distembed.serving.export.programs import ProgramInputs
 from distembed.serving.export.table_groups import ExportStorage, TableGroup, stored_table
 from distembed.serving.model_folder.manifest import RecommendedItems
@@ -128,16 +128,6 @@ class ItemChoice(nn.Module):
         return self.items.vectors(ids, [0])[0]
 
 
-@dataclass(frozen=True)
-class _Vectors:
-    """Vectors with the method of a JaggedTensor that the model's network calls."""
-
-    vectors: Float[Tensor, "ids dim"]
-
-    def values(self) -> Float[Tensor, "ids dim"]:
-        return self.vectors
-
-
 class NextItemProgram(nn.Module):
     """Maps histories to the best next items and their scores.
 
@@ -164,7 +154,7 @@ class NextItemProgram(nn.Module):
         embedded = {}
         for feature, lookup in zip(self._features, self.lookups, strict=True):
             recent = features.recent(feature.name, most).view(1, -1)
-            embedded[feature.name] = _Vectors(lookup(recent, [0])[0])
+            embedded[feature.name] = Jagged(lookup(recent, [0])[0], lengths[0])
         vectors = self.tokens(embedded, None)
         queries = self.states.on_slots(vectors, _layout(lengths[0], most))
         owners, ids, is_item = _left_out(features)

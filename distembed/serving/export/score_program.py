@@ -19,22 +19,34 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 from distembed.base.errors import UserError
 from distembed.data.dataset.schema import DENSE_FEATURES, SPARSE_FEATURES, Schema
 from distembed.data.reader import Batch
-from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
+from distembed.embedding import (
+    CompositionalEmbeddingBagCollection,
+    CompositionalEmbeddingCollection,
+    CompositionalEmbeddingConfig,
+)
 from distembed.embedding.collections import embedding_modules
 from distembed.models import Model
-from distembed.serving.export.feature_vectors import FeatureVectors, PlainFeature, PlainFeatures, plain_inputs
+from distembed.serving.export.feature_vectors import (
+    FeatureVectors,
+    IdVectors,
+    PlainFeature,
+    PlainFeatures,
+    plain_inputs,
+)
 from distembed.serving.export.programs import ProgramInputs
 from distembed.serving.export.table_groups import ExportStorage
 from distembed.tasks import Task
 
+Collection = CompositionalEmbeddingBagCollection | CompositionalEmbeddingCollection
 _FIELDS = {DENSE_FEATURES, SPARSE_FEATURES}
 
 
 class ScoreProgram(nn.Module):
     """Maps ids and numbers of rows to scores [batch].
 
-    ``model`` has :class:`FeatureVectors` in place of its collections, which take :class:`PlainFeatures` in place of a
-    KeyedJaggedTensor. The task turns the model's output into the score, for example a probability.
+    ``model`` has :class:`FeatureVectors` and :class:`IdVectors` in place of its collections, which take
+    :class:`PlainFeatures` in place of a KeyedJaggedTensor. The task turns the model's output into the score, for
+    example a probability.
     """
 
     def __init__(self, model: Model, task: Task, features: Sequence[PlainFeature]) -> None:
@@ -111,7 +123,7 @@ class ScoredModel:
 
     model: Model
     task: Task
-    collections: Mapping[str, CompositionalEmbeddingBagCollection]
+    collections: Mapping[str, Collection]
     features: Sequence[PlainFeature]
     takes_numbers: bool
 
@@ -119,8 +131,8 @@ class ScoredModel:
     def of(cls, model: Model, task: Task, schema: Schema) -> ScoredModel:
         """Finds the collections of a model and the features that they read, in the order of ``schema``.
 
-        Refuses a model that takes batch fields other than ids and numbers, or has an embedding collection of another
-        class than CompositionalEmbeddingBagCollection.
+        Refuses a model that takes batch fields other than ids and numbers, or has an embedding collection of TorchRec's
+        own.
         """
         other_fields = [name for name in model.batch_fields if name not in _FIELDS]
         if other_fields:
@@ -128,12 +140,12 @@ class ScoredModel:
                 f"{type(model).__name__} takes {', '.join(other_fields)} of a batch, and exported models take "
                 f"{', '.join(sorted(_FIELDS))} alone."
             )
-        collections: dict[str, CompositionalEmbeddingBagCollection] = {}
+        collections: dict[str, Collection] = {}
         for path, module in embedding_modules(model).items():
-            if not isinstance(module, CompositionalEmbeddingBagCollection):
+            if not isinstance(module, Collection):
                 raise UserError(
                     f"{path} of the model is a {type(module).__name__}; models that give a number for each row are "
-                    "exported with CompositionalEmbeddingBagCollection alone."
+                    "exported with CompositionalEmbeddingBagCollection and CompositionalEmbeddingCollection alone."
                 )
             collections[path] = module
         read = {name for module in collections.values() for table in module.tables() for name in table.feature_names}
@@ -142,7 +154,7 @@ class ScoredModel:
         return cls(model, task, collections, features, takes_numbers)
 
     @property
-    def tables(self) -> list[CompositionalEmbeddingBagConfig]:
+    def tables(self) -> list[CompositionalEmbeddingConfig]:
         """The tables of all collections."""
         return [table for module in self.collections.values() for table in module.tables()]
 
@@ -152,8 +164,10 @@ class ScoredModel:
 
     def whole_program(self, storage: ExportStorage) -> ScoreProgram:
         """Returns the program that has all tables."""
-        stored = {
-            path: self._vectors(module, [table.name for table in module.tables()], storage)
+        stored: dict[str, nn.Module] = {
+            path: IdVectors(module, storage)
+            if isinstance(module, CompositionalEmbeddingCollection)
+            else self._vectors(module, [table.name for table in module.tables()], storage)
             for path, module in self.collections.items()
         }
         return ScoreProgram(self._with_collections(stored), self.task, self.features)
@@ -166,12 +180,12 @@ class ScoredModel:
         ``shards`` are the names of the tables of each shard; the network takes the vectors of shards in this order. A
         model of several embedding collections is a :class:`UserError`.
         """
-        if len(self.collections) != 1:
+        ((path, module),) = list(self.collections.items())[:1]
+        if len(self.collections) != 1 or not isinstance(module, CompositionalEmbeddingBagCollection):
             raise UserError(
-                f"the model has {len(self.collections)} embedding collections ({', '.join(self.collections)}), and the "
-                "tables of one can be divided into shards; export it without --server-memory."
+                f"the model has the embedding collections {', '.join(self.collections)}, and the tables of one "
+                "collection of bags can be divided into shards; export it without --server-memory."
             )
-        ((path, module),) = self.collections.items()
         vectors = [self._vectors(module, names, storage) for names in shards]
         programs = []
         for shard_vectors in vectors:

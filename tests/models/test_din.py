@@ -1,0 +1,140 @@
+"""DIN against its equations, written out row by row in float64, with gradients; histories found in the schema."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from distembed.base.errors import UserError
+from distembed.data.dataset.schema import CategoricalFeature, Schema
+from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingCollection
+from distembed.embedding.settings import EmbeddingConfig, TableConfig
+from distembed.models import ModelInputs
+from distembed.models.din import DIN
+from distembed.models.din_config import DINConfig
+
+DIM = 4
+SITE = CategoricalFeature("site", 6)
+ITEM, SHOP = CategoricalFeature("item", 20), CategoricalFeature("shop", 8)
+CLICKED = CategoricalFeature("clicked", 20, True, 3.0, table="item")
+BOUGHT = CategoricalFeature("bought", 20, True, 1.0, table="item")
+VISITED = CategoricalFeature("visited", 8, True, 2.0, table="shop")
+HISTORIES = {"clicked": "item", "bought": "item", "visited": "shop"}
+
+
+class OnCPU(ModelInputs):
+    """Makes collections that have weights."""
+
+    def _make_pooled(self, tables: Sequence[Any]) -> nn.Module:
+        return CompositionalEmbeddingBagCollection(tables, device="cpu")
+
+    def _make_sequences(self, tables: Sequence[Any]) -> nn.Module:
+        return CompositionalEmbeddingCollection(tables, device="cpu")
+
+
+def build(config: DINConfig, schema: Schema, **table: Any) -> DIN:
+    settings = EmbeddingConfig(default=TableConfig(embedding_dim=DIM, **table))
+    model = config.build(OnCPU.from_config(schema, settings))
+    assert isinstance(model, DIN)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return model.double()
+
+
+def jagged(columns: dict[str, list[list[int]]]) -> KeyedJaggedTensor:
+    values = [value for column in columns.values() for row in column for value in row]
+    lengths = [len(row) for column in columns.values() for row in column]
+    return KeyedJaggedTensor(
+        list(columns), torch.tensor(values, dtype=torch.int64), lengths=torch.tensor(lengths, dtype=torch.int64)
+    )
+
+
+IDS = {
+    "site": [[1], [2], [3]],
+    "item": [[4], [5], [6]],
+    "shop": [[1], [0], [7]],
+    "clicked": [[4, 7, 7], [], [19]],
+    "bought": [[], [], [3, 6]],
+    "visited": [[2], [2, 3], []],
+}
+
+
+def network(model: nn.Module, inputs: Tensor) -> Tensor:
+    for layer in model.layers:
+        inputs = layer(inputs)
+    return inputs
+
+
+@pytest.mark.parametrize("table", [{}, {"partition": "quotient_remainder", "collisions": 3, "threshold": 1}])
+def test_din_equals_its_equations(table: dict[str, Any]) -> None:
+    schema = Schema(None, ("price",), (SITE, ITEM, SHOP, CLICKED, BOUGHT, VISITED))
+    model = build(DINConfig(attention=[5], deep=[6]), schema, **table)
+    prices = torch.tensor([[1.0], [2.0], [3.0]], dtype=torch.float64)
+
+    def expected() -> Tensor:
+        vectors = {name: model.item_embeddings(jagged(IDS)).get(name) for name in ("item", "shop", *HISTORIES)}
+        logits = []
+        for row in range(3):
+            own = {name: list(jagged_rows(vectors[name].values(), IDS[name])[row]) for name in vectors}
+            interests = []
+            for history, target in HISTORIES.items():
+                total = torch.zeros(DIM, dtype=torch.float64)
+                (t,) = own[target]
+                for e in own[history]:
+                    weight = network(model.interests.summaries[history].network, torch.cat([e, t, e - t, e * t]))
+                    total = total + weight * e
+                interests.append(total)
+            others = [model.soft_one_hot(prices)[row, 0], model.embeddings(jagged(IDS))["site"][row]]
+            everything = torch.cat([*others, own["item"][0], own["shop"][0], *interests])
+            logits.append(network(model.deep, everything)[0])
+        return torch.stack(logits)
+
+    found, wanted = model(prices, jagged(IDS)), expected()
+    torch.testing.assert_close(found, wanted)
+    weights, leaves = torch.randn_like(found), list(model.parameters())
+    gradients = torch.autograd.grad(found, leaves, weights, allow_unused=True)
+    for own, other in zip(gradients, torch.autograd.grad(wanted, leaves, weights, allow_unused=True), strict=True):
+        assert (own is None) == (other is None)
+        if own is not None:
+            torch.testing.assert_close(own, other)
+
+
+def jagged_rows(values: Tensor, rows: list[list[int]]) -> tuple[Tensor, ...]:
+    return values.split([len(row) for row in rows])
+
+
+def test_a_transformer_takes_the_last_items_in_their_order() -> None:
+    schema = Schema(None, (), (ITEM, CLICKED))
+    model = build(DINConfig(history="transformer", history_length=2, num_heads=2, deep=[6]), schema).eval()
+    ids = {"item": [[4], [5]], "clicked": [[1, 2, 3], [2, 3]]}
+    found = model(torch.empty(2, 0), jagged(ids | {"item": [[4], [4]]}))
+    torch.testing.assert_close(found[0], found[1])
+    swapped = model(torch.empty(2, 0), jagged({"item": [[4], [4]], "clicked": [[1, 3, 2], [2, 3]]}))
+    assert not torch.isclose(swapped[0], found[0])
+
+
+@pytest.mark.parametrize("history", ["attention", "transformer"])
+def test_batches_without_rows_or_histories_go_forward_and_back(history: Any) -> None:
+    model = build(DINConfig(history=history, deep=[6]), Schema(None, (), (ITEM, CLICKED)))
+    for num_rows in (0, 2):
+        logits = model(torch.empty(num_rows, 0), jagged({"item": [[1]] * num_rows, "clicked": [[]] * num_rows}))
+        assert logits.shape == (num_rows,)
+        logits.sum().backward()
+
+
+def test_datasets_without_a_history_and_several_vectors_an_id_are_refused() -> None:
+    with pytest.raises(UserError, match="no list feature of this dataset shares the table"):
+        build(DINConfig(), Schema(None, (), (ITEM, SITE)))
+    with pytest.raises(UserError, match="'item'.*feature"):
+        build(
+            DINConfig(),
+            Schema(None, (), (ITEM, CLICKED)),
+            partition="quotient_remainder",
+            composition="feature",
+            threshold=1,
+        )
+    with pytest.raises(UserError, match="num_heads is 3"):
+        build(DINConfig(num_heads=3), Schema(None, (), (ITEM, CLICKED)))
