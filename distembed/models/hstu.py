@@ -83,7 +83,7 @@ class PointwiseAttention(nn.Module):
             buckets = gap_buckets(by_row.unsqueeze(2) - by_row.unsqueeze(1))
             scores = scores + functional.embedding(buckets, self.gaps.unsqueeze(1)).squeeze(3).unsqueeze(1)
         weights = functional.silu(scores).masked_fill(distances < 0, 0.0) / self.max_length
-        return (weights.to(values.dtype) @ values).transpose(1, 2).reshape(num_rows * length, -1)
+        return (weights.to(values.dtype) @ values).transpose(1, 2).flatten(2).flatten(0, 1)
 
 
 def gap_buckets(gaps: Float[Tensor, "*shape"]) -> Tensor:
