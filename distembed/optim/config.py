@@ -4,7 +4,7 @@ from dataclasses import field
 from typing import Annotated, Literal
 
 import pydantic.dataclasses
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from distembed.base.errors import UserError
 from distembed.base.names import STRICT, one_of
@@ -35,14 +35,23 @@ class ScheduleConfig:
 
     # share of the run's steps over which the factor grows linearly to 1
     warmup: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    # how the factor falls from the end of the warm-up to the last step: ``none``, ``linear`` or ``cosine``
-    decay: Literal["none", "linear", "cosine"] = "none"
+    # how the factor falls from the end of the warm-up to the last step: ``none``, ``linear``, ``cosine``,
+    # ``exponential``, or ``inverse_sqrt``, which falls with the root of the step and does not look at final_factor
+    decay: Literal["none", "linear", "cosine", "exponential", "inverse_sqrt"] = "none"
     final_factor: Annotated[float, Field(ge=0, le=1)] = 0.0  # the factor at the end of the decay
+
+    @model_validator(mode="after")
+    def _final_factor_is_reached(self) -> "ScheduleConfig":
+        if self.decay == "exponential" and self.final_factor == 0:
+            raise ValueError(
+                "decay is 'exponential', which never falls to final_factor=0; set it above 0, such as 0.01"
+            )
+        return self
 
     @property
     def depends_on_length(self) -> bool:
         """Whether the factor of a step depends on how many steps the run has."""
-        return self.warmup > 0 or (self.decay != "none" and self.final_factor < 1)
+        return self.warmup > 0 or (self.decay not in ("none", "inverse_sqrt") and self.final_factor < 1)
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
@@ -55,6 +64,9 @@ class DenseOptimizerConfig:
     learning_rate: PositiveNumber = 0.02  # the rate at the end of the warm-up
     weight_decay: NonNegativeNumber = 0.0  # decay of the weights, decoupled for ``adamw``, an L2 penalty for the others
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)  # the learning rate over the steps
+    # largest norm of the gradients of all networks together, which larger gradients are scaled to; null for no limit.
+    # Path functions and tables in which all rows have gradients are not counted: each rank has only some of them.
+    clip_norm: PositiveNumber | None = None
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)

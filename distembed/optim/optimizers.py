@@ -21,6 +21,7 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface, EmbeddingCollectionInterface
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
@@ -79,11 +80,27 @@ def _sparse_optimizer(tables: Mapping[str, Tensor], config: SparseOptimizerConfi
     return KeyedOptimizerWrapper(tables, lambda params: kind.make(params, **settings))
 
 
-def _dense_optimizer(parameters: Mapping[str, Tensor], config: DenseOptimizerConfig) -> KeyedOptimizer:
-    kind = OPTIMIZERS[config.name]
-    return KeyedOptimizerWrapper(
-        parameters, lambda params: kind.make(params, lr=config.learning_rate, weight_decay=config.weight_decay)
-    )
+def _dense_optimizers(
+    parameters: Mapping[str, Tensor], networks: set[str], config: DenseOptimizerConfig
+) -> list[KeyedOptimizer]:
+    """Makes the optimizers of everything but vectors: one, or two where the gradients of networks alone are clipped."""
+    kind, settings = OPTIMIZERS[config.name], {"lr": config.learning_rate, "weight_decay": config.weight_decay}
+
+    def make(names: Iterable[str]) -> KeyedOptimizer:
+        return KeyedOptimizerWrapper(
+            {name: parameters[name] for name in names}, lambda params: kind.make(params, **settings)
+        )
+
+    if config.clip_norm is None:
+        return [make(parameters)] if parameters else []
+    clipped = [name for name in parameters if name in networks]
+    unclipped = [name for name in parameters if name not in networks]
+    # every rank has the networks and their averaged gradients, so all ranks scale them alike
+    norm = GradientClipping.NORM
+    optimizers: list[KeyedOptimizer] = []
+    if clipped:
+        optimizers.append(GradientClippingOptimizer(make(clipped), norm, max_gradient=config.clip_norm))
+    return [*optimizers, make(unclipped)] if unclipped else optimizers
 
 
 class Optimizers:
@@ -116,15 +133,15 @@ class Optimizers:
         }
         vectors = {id(parameter) for parameter in table_parameters(model)}
         tables = {name: parameter for name, parameter in parameters.items() if id(parameter) in vectors}
-        networks = {name: parameter for name, parameter in parameters.items() if name not in tables}
+        others = {name: parameter for name, parameter in parameters.items() if name not in tables}
         self._fused = model.fused_optimizer
         self._scheduled: list[tuple[KeyedOptimizer, SparseOptimizerConfig | DenseOptimizerConfig]] = [
             (self._fused, sparse)
         ]
         if tables:
             self._scheduled.append((_sparse_optimizer(tables, sparse), sparse))
-        if networks:
-            self._scheduled.append((_dense_optimizer(networks, dense), dense))
+        for optimizer in _dense_optimizers(others, _network_names(model), dense):
+            self._scheduled.append((optimizer, dense))
         kind = OPTIMIZERS[sparse.name]
         self._fused_corrects_bias = kind.corrects_bias and kind.fused_class is not None
         self._dense = dense
@@ -158,15 +175,20 @@ class Optimizers:
 def learning_rate_factor(schedule: ScheduleConfig, step: int, num_steps: int) -> float:
     """Returns the factor on the learning rates at ``step``, counted from 0, of a run of ``num_steps``.
 
-    It grows linearly to 1 in the warm-up. Then it stays, or falls to ``final_factor`` at the run's end, by a line or
-    half a cosine wave.
+    It grows linearly to 1 in the warm-up. Then it stays, or falls to ``final_factor`` at the run's end: by a line, half
+    a cosine wave, or an equal ratio a step. ``inverse_sqrt`` falls as ``sqrt(w / (step + 1))`` after w steps of warm-up
+    (Vaswani et al., NeurIPS 2017, section 5.3).
     """
     warmup_steps = round(schedule.warmup * num_steps)
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     if schedule.decay == "none":
         return 1.0
+    if schedule.decay == "inverse_sqrt":
+        return math.sqrt(max(1, warmup_steps) / (step + 1))
     progress = min(1.0, (step - warmup_steps) / max(1, num_steps - warmup_steps))
+    if schedule.decay == "exponential":
+        return math.pow(schedule.final_factor, progress)
     remaining = 1.0 - progress if schedule.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
     return schedule.final_factor + (1.0 - schedule.final_factor) * remaining
 
@@ -181,6 +203,17 @@ _COLLECTIONS = (
 )
 _VECTORS = ("embedding_bags", "embeddings")
 """Where collections of bags and of sequences hold their vectors; functions of path-based tables lie elsewhere."""
+
+
+def _network_names(model: nn.Module) -> set[str]:
+    """Returns the names of the parameters outside of all collections."""
+    in_collections = {
+        id(parameter)
+        for collection in model.modules()
+        if isinstance(collection, _COLLECTIONS)
+        for parameter in collection.parameters()
+    }
+    return {name for name, parameter in model.named_parameters() if id(parameter) not in in_collections}
 
 
 def table_parameters(model: nn.Module) -> list[nn.Parameter]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -66,8 +67,21 @@ class ClickTask(Task):
 
     def step(self, outputs: Float[Tensor, " batch"], batch: Batch) -> tuple[Tensor, Outputs]:
         logits, labels = outputs.float(), batch[LABELS]
-        weights = self._weights.in_loss(batch)
-        loss = nn.functional.binary_cross_entropy_with_logits(logits, labels, weight=weights, reduction="sum")
+        assert isinstance(labels, Tensor)
+        config, weights = self._config, self._weights.in_loss(batch)
+        smoothing = config.label_smoothing
+        targets = labels * (1 - smoothing) + smoothing / 2 if smoothing > 0 else labels
+        if config.positive_weight != 1:
+            by_class = torch.where(labels == 1, config.positive_weight, 1.0)
+            weights = by_class if weights is None else weights * by_class
+        cross_entropy = nn.functional.binary_cross_entropy_with_logits
+        if config.focal_gamma == 0:
+            loss = cross_entropy(logits, targets, weight=weights, reduction="sum")
+        else:
+            # of p, the probability of the row's label, log(1 - p) is log sigmoid of the logit for the other label
+            log_other = nn.functional.logsigmoid(torch.where(labels == 1, -logits, logits))
+            focus = (config.focal_gamma * log_other).exp()
+            loss = (cross_entropy(logits, targets, weight=weights, reduction="none") * focus).sum()
         return loss, {"logits": logits, "labels": labels, **self._weights.of_rows(batch)}
 
     def evaluate(self, outputs: Float[Tensor, " batch"], batch: Batch) -> Outputs:

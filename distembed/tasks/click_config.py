@@ -25,12 +25,19 @@ class ClickConfig:
         group: Name of a single-valued feature, for example the user, within whose values the metric ``gauc`` orders
             clicks; null for no GAUC. Rows whose value is missing or out of vocabulary are in no group.
         headline: Name of the metric by which models are compared; ``gauc`` with a group alone.
+        label_smoothing: The share e of the training labels that is taken away: y (1 - e) + e / 2 in the place of y.
+        positive_weight: Factor on the training loss of rows with the label 1.
+        focal_gamma: The power g of the focal loss (Lin et al., ICCV 2017): the training loss of a row is multiplied by
+            (1 - p)^g, where p is the predicted probability of its label. 0 for the usual loss.
     """
 
     takes: ClassVar[str] = "logits"
     name: Literal["click"] = "click"
     group: Annotated[str, Field(min_length=1)] | None = None
     headline: Literal["auc", "gauc", "logloss", "normalized_entropy"] = "auc"
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    positive_weight: Annotated[float, Field(gt=0, le=1e6)] = 1.0
+    focal_gamma: Annotated[float, Field(ge=0, le=100)] = 0.0
 
     @model_validator(mode="after")
     def _headline_is_computed(self) -> "ClickConfig":

@@ -55,6 +55,20 @@ def test_decay_falls_to_its_final_factor(decay: str, half: float) -> None:
     assert learning_rate_factor(ScheduleConfig(decay=decay, final_factor=0.2), 100, 100) == pytest.approx(0.2)
 
 
+def test_other_decays() -> None:
+    found = factors(decay="exponential", final_factor=0.01)
+    assert found[50] == pytest.approx(0.1)
+    assert [later / earlier for earlier, later in zip(found, found[1:], strict=False)] == pytest.approx(
+        [0.01**0.01] * 99
+    )
+    found = factors(decay="inverse_sqrt", warmup=0.16)
+    assert found[15:17] == pytest.approx([1.0, math.sqrt(16 / 17)])
+    assert found[63] == pytest.approx(0.5)
+    assert ScheduleConfig(decay="inverse_sqrt").depends_on_length is False
+    with pytest.raises(ValueError, match="decay is 'exponential', which never falls to final_factor=0"):
+        ScheduleConfig(decay="exponential")
+
+
 @pytest.mark.parametrize("num_steps", [1, 2, 3])
 def test_short_runs_have_positive_rates(num_steps: int) -> None:
     assert all(factor > 0 for factor in factors(num_steps, warmup=0.9, decay="linear"))
@@ -162,6 +176,32 @@ def check_who_trains_what(rank: int, world_size: int) -> None:
 @pytest.mark.distributed
 def test_tables_that_are_not_fused_are_trained_by_the_sparse_optimizer_in_torchs_form() -> None:
     run_on_ranks(2, check_who_trains_what)
+
+
+def check_clipping(rank: int, world_size: int) -> None:
+    model = build("table_wise", "sgd", dense="sgd").model
+    dense = DenseOptimizerConfig(name="sgd", learning_rate=1.0, clip_norm=0.5)
+    optimizers = Optimizers(model, dense, SparseOptimizerConfig(name="sgd"), num_steps=1)
+    trained = {name: own for name, own in model.named_parameters() if "embedding_bags" not in name and own.numel()}
+    before = {name: own.detach().clone() for name, own in trained.items()}
+    for own in trained.values():
+        own.grad = torch.full_like(own, 2.0)
+    optimizers.combined.step()
+    moves = {name: before[name] - own.detach() for name, own in trained.items()}
+    networks = torch.cat([own.flatten() for name, own in moves.items() if "functions" not in name])
+    # all gradients are equal, and together they have the norm 0.5
+    torch.testing.assert_close(networks, torch.full_like(networks, 0.5 / len(networks) ** 0.5))
+    functions = [own for name, own in moves.items() if "functions" in name]
+    for own in functions:
+        torch.testing.assert_close(own, torch.full_like(own, 2.0))
+    num_ranks_with_functions = torch.tensor(len(functions) > 0, dtype=torch.int64)
+    dist.all_reduce(num_ranks_with_functions)
+    assert num_ranks_with_functions == 1
+
+
+@pytest.mark.distributed
+def test_gradients_of_networks_are_scaled_alike_on_all_ranks() -> None:
+    run_on_ranks(2, check_clipping)
 
 
 def test_an_optimizer_without_names_for_its_state_is_refused() -> None:
