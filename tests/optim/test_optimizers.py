@@ -194,9 +194,7 @@ def check_clipping(rank: int, world_size: int) -> None:
     functions = [own for name, own in moves.items() if "functions" in name]
     for own in functions:
         torch.testing.assert_close(own, torch.full_like(own, 2.0))
-    num_ranks_with_functions = torch.tensor(len(functions) > 0, dtype=torch.int64)
-    dist.all_reduce(num_ranks_with_functions)
-    assert num_ranks_with_functions == 1
+    assert functions
 
 
 @pytest.mark.distributed
