@@ -34,6 +34,7 @@ _MAY_CHANGE = {
     "embedding.kernel",
     "train.device",
     "train.log_every",
+    "train.loggers",
     "train.evaluate_every",
     "train.checkpoint_every",
     "train.keep_checkpoints",

@@ -19,6 +19,7 @@ from distembed.training.build import used_precision
 from distembed.training.config import Config
 from distembed.training.describe import describe
 from distembed.training.initial_run import RECORD
+from distembed.training.loggers import require_loggers
 from distembed.training.resume import require_same_precision
 from distembed.training.run_folder.folder import RunFolder
 from distembed.training.start import RunOptions, RunStart, find_start
@@ -71,6 +72,7 @@ def train_run(
         for line in info["kept_full"]:
             say(line)
     run_folder = RunFolder(start.folder)
+    require_loggers(config.train.loggers)
     trainer = Trainer(start, run_folder, ranks, console, evaluated)
     if not ranks.is_first:
         trainer.train()
@@ -79,7 +81,8 @@ def train_run(
             trainer.evaluate(config.data.test)
         return FinishedRun(start.folder, None, None)
     info |= {"world_size": ranks.world_size, "device": ranks.device.type, "precision": trainer.precision}
-    with run_folder.open(config.to_yaml(), info, trainer.step, trainer.repeats_evaluations):
+    loggers = config.train.loggers
+    with run_folder.open(config.to_yaml(), info, trainer.step, trainer.repeats_evaluations, loggers):
         keep_dataset(start.folder, config.data.require_path(), start.manifest)
         trainer.train()
         trainer.load_best()

@@ -13,14 +13,19 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import pydantic.dataclasses
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from distembed.base.errors import UserError
-from distembed.base.names import STRICT
+from distembed.base.names import STRICT, one_of
 from distembed.base.validation import Count, Interval
 from distembed.embedding.settings import QuantizedCommsConfig
 from distembed.optim.config import DenseOptimizerConfig, NonNegativeNumber, SparseOptimizerConfig
 from distembed.tasks.reported_metrics import ReportedMetric
+from distembed.training.loggers import LOGGERS
+
+
+def _known_logger(name: str) -> str:
+    return one_of("loggers", name, LOGGERS)
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
@@ -40,6 +45,8 @@ class TrainConfig:
         device: Type of the ranks' devices: ``cpu``, ``cuda``, or ``auto`` for CUDA where there is a device.
         quantized_comms: Rounding of composed vectors and their gradients while they are sent.
         log_every: Steps between two lines of metrics.
+        loggers: Where metrics go beside ``metrics.jsonl``: any of ``tensorboard``, ``wandb``, ``mlflow``, or a name
+            that was added to ``distembed.training.loggers.LOGGERS``.
         evaluate_every: Steps between two evaluations on the validation split; 0 for the end of each epoch only.
         stop_after_evaluations: Number of evaluations in a row without a better value of the task's headline metric
             after which training stops; null for never.
@@ -64,6 +71,7 @@ class TrainConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     quantized_comms: QuantizedCommsConfig = field(default_factory=QuantizedCommsConfig)
     log_every: Count = 100
+    loggers: list[Annotated[str, AfterValidator(_known_logger)]] = field(default_factory=lambda: ["tensorboard"])
     evaluate_every: Interval = 0
     stop_after_evaluations: Count | None = None
     min_improvement: NonNegativeNumber = 0.0

@@ -3,20 +3,18 @@
 import json
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from distembed.base.errors import FolderInUse, Interrupted, RunError, UserError
 from distembed.base.files import finite, free_space, full_disk_explained, write_json, write_text
 from distembed.base.version import versions
+from distembed.training.loggers import LoggedRun, Loggers
 from distembed.training.run_folder.lock import owned
 from distembed.training.run_folder.record import read_metrics_lines
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 LAUNCH_FOLDER = "launch"
 """Folder within a run folder for the files of a launch on a cluster, written before the run starts."""
@@ -36,7 +34,8 @@ class RunFolder:
         plan.json         where each table is, and the inputs of that plan; input of `distembed train --plan`
         dataset/          the meaning of the dataset's ids (:mod:`distembed.data.dataset.kept`)
         metrics.jsonl     one object a line: kind "train" or "eval", step, values
-        tensorboard/      the same metrics
+        tensorboard/      the same metrics, unless train.loggers leaves them out
+        loggers.json      ids of the run at the services of train.loggers
         evaluation.json   the final evaluation
         checkpoints/      see :mod:`distembed.checkpoints.checkpoint`; elsewhere where train.checkpoint_dir says so
     """
@@ -45,7 +44,7 @@ class RunFolder:
         self.path = path
         self._info: dict[str, Any] = {}
         self._metrics: IO[str] | None = None
-        self._board: SummaryWriter | None = None
+        self._loggers: Loggers | None = None
         self._last_record: str | None = None
 
     def require_free(self, wait_seconds: float = 0.0) -> None:
@@ -66,7 +65,12 @@ class RunFolder:
 
     @contextmanager
     def open(
-        self, config_yaml: str, info: Mapping[str, Any], resumed_step: int, is_at_end: bool = False
+        self,
+        config_yaml: str,
+        info: Mapping[str, Any],
+        resumed_step: int,
+        is_at_end: bool = False,
+        loggers: Sequence[str] = (),
     ) -> Iterator["RunFolder"]:
         """Owns the folder within the block, and records how the run starts and how it ended.
 
@@ -77,6 +81,7 @@ class RunFolder:
             info: Further values for ``run.json``.
             resumed_step: The step after which the run resumes; 0 for a new run.
             is_at_end: Whether the evaluations of ``resumed_step`` will be made again, and are removed too.
+            loggers: Names of the loggers that get the metrics too.
 
         Raises:
             UserError: Another process trains into this folder, or has since :meth:`require_free`.
@@ -97,9 +102,7 @@ class RunFolder:
                 "started": _now(),
             }
             write_json(self.path / "run.json", self._info)
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._board = SummaryWriter(str(self.path / "tensorboard"), purge_step=resumed_step + 1)
+            self._loggers = Loggers(loggers, LoggedRun(self.path, config_yaml, resumed_step))
             with (
                 _quiet_threads(),
                 full_disk_explained(lambda error: _disk_is_full(self.path, error)),
@@ -114,25 +117,27 @@ class RunFolder:
                         )
                     raise
                 finally:
-                    self._board.close()
+                    self._loggers.close(self._info["status"] == "finished")
 
     def record(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """Adds a line of metrics to ``metrics.jsonl``, and its numbers to TensorBoard.
+        """Adds a line of metrics to ``metrics.jsonl``, and gives its numbers to the loggers.
 
         Args:
             kind: ``train`` or ``eval``.
             step: Number of training steps taken until now.
             values: Name -> number, text, or numbers by table; ``split`` names the split of an evaluation.
         """
-        assert self._metrics is not None and self._board is not None
+        assert self._metrics is not None and self._loggers is not None
         self._metrics.write(json.dumps(finite({"kind": kind, "step": step, **values})) + "\n")
         self._metrics.flush()
         prefix = values.get("split", kind)
+        numbers = {}
         for name, value in values.items():
             by_table = value if isinstance(value, Mapping) else {}
             for path, number in [(name, value), *((f"{name}/{table}", number_) for table, number_ in by_table.items())]:
                 if isinstance(number, float | int):
-                    self._board.add_scalar(f"{prefix}/{path}", number, step)
+                    numbers[f"{prefix}/{path}"] = number
+        self._loggers.log(step, numbers)
 
     def has_evaluation(self, step: int, split: str | None) -> bool:
         """Returns whether an evaluation on ``split`` after ``step`` steps is recorded, in a folder that is open."""

@@ -1,0 +1,78 @@
+"""Whole runs of each click model over the vectors of all features: ranks, resuming, plans and exports."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import yaml
+
+from distembed.data.dataset.schema import CategoricalFeature
+from distembed.models import MODELS
+from distembed.models.config import FeatureVectorConfig
+from tests.small_runs import call, config_values, distembed, losses, stopped_at, write_dataset
+
+MODEL_SETTINGS = {
+    "dcnv2": "rank: 8, structure: stacked, deep: [16]",
+    "gdcn": "num_cross_layers: 2, deep: [16]",
+    "deepfm": "deep: [16]",
+    "finalmlp": "first: {sizes: [16], gated_by: [C1, M]}, second: {sizes: [8]}, gate: [8], num_heads: 2",
+    "masknet": "blocks: [16, 8], deep: [8]",
+    "din": "attention: [8], deep: [16]",
+}
+
+
+def with_history(split: str, table: pa.Table) -> pa.Table:
+    """Adds a list of ids of C2's table to each row."""
+    rng = np.random.default_rng(len(split))
+    lists = [rng.integers(0, 400, rng.integers(0, 5)).tolist() for _ in range(len(table))]
+    return table.append_column("H", pa.array(lists, pa.list_(pa.int32())))
+
+
+@pytest.fixture(scope="module")
+def config_with_history(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("history")
+    history = CategoricalFeature("H", 400, True, 2.0, table="C2")
+    dataset = write_dataset(folder / "dataset", change=with_history, more=[history])
+    values = config_values(dataset)
+    values |= {"sse": {"default": {"p0": 0.05}}}
+    del values["model"]
+    (folder / "config.yaml").write_text(yaml.safe_dump(values))
+    return folder / "config.yaml"
+
+
+def test_every_model_is_trained() -> None:
+    assert set(MODEL_SETTINGS) == {name for name, kind in MODELS.items() if issubclass(kind, FeatureVectorConfig)}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", MODEL_SETTINGS)
+def test_two_ranks_train_as_one_and_a_resumed_run_as_an_uninterrupted_one(
+    name: str, config_with_history: Path, tmp_path: Path
+) -> None:
+    one, two, resumed = (tmp_path / run for run in ("one", "two", "resumed"))
+    model = f"model={{name: {name}, dropout: 0.0, {MODEL_SETTINGS[name]}}}"
+    settings = (config_with_history, model, "train.max_steps=8", "train.checkpoint_every=3")
+    call("train", *settings, "--run-dir", one)
+    # draws of SSE depend on the rank, so two ranks are compared without it
+    call("train", *settings, "sse.default.p0=0", "--run-dir", tmp_path / "no_sse")
+    distembed("train", *settings, "sse.default.p0=0", "--run-dir", two, ranks=2)
+    assert losses(two) == pytest.approx(losses(tmp_path / "no_sse"), rel=1e-5)
+    assert losses(one) != losses(tmp_path / "no_sse")
+    call("train", *settings, "--run-dir", stopped_at(3, one, resumed), "--resume")
+    assert losses(resumed) == losses(one)
+    plan = json.loads(call("plan", *settings[:3], "--nodes", "1", "--gpus", "2", "--gpu", "a100-40gb", "--json"))
+    assert len(plan["ranks"]) == 2
+
+
+@pytest.mark.parametrize("name", ["finalmlp", "din"])
+def test_exported_models_predict_as_the_run_does(name: str, config_with_history: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    model = f"model={{name: {name}, {MODEL_SETTINGS[name]}}}"
+    call("train", config_with_history, model, "train.max_steps=3", "--run-dir", run)
+    call("export", run, "--output", tmp_path / "model")
+    parity = json.loads((tmp_path / "model" / "manifest.json").read_text())["parity"]
+    assert parity["rows"] > 0
+    assert parity["largest_difference"] < 1e-6
+    assert parity["exported"] == pytest.approx(parity["trained"], abs=1e-6)
