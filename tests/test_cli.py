@@ -7,7 +7,7 @@ import pytest
 
 from distembed.base.errors import UserError
 from distembed.base.units import parse_bytes
-from tests.commands import in_this_process
+from tests.in_process import in_this_process
 
 COMMANDS = """
     prepare criteo, prepare table, prepare schema, prepare graph, prepare ratings, prepare sequences, synthesize,

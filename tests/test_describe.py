@@ -25,7 +25,7 @@ from distembed.models.dlrm_config import LowRankCrossConfig
 from distembed.partitions import PARTITIONS
 from distembed.training.config import load_config
 from distembed.training.describe import DescribedTable, describe
-from tests.commands import in_this_process
+from tests.in_process import in_this_process
 
 KAGGLE = Path(__file__).parents[1] / "configs" / "criteo_kaggle.yaml"
 SIZES = [16, 32, 64, 128]

@@ -60,7 +60,7 @@ def test_killed_at_any_moment_it_leaves_no_dataset(source: Path, tmp_path: Path,
 def test_killed_while_overwriting_the_old_dataset_stays(source: Path, tmp_path: Path, step: str) -> None:
     """Also between the two renames: the next run puts the old one back before it does anything else."""
     output = tmp_path / "out"
-    prepare_criteo([source], output, CriteoOptions(5, hash_size=50))
+    prepare_criteo([source], output, CriteoOptions(5, hash_size=40))
     before = folder_bytes(output)
     with hanging(source, prepare_and_hang, source, output, HASHED, step, True):
         pass
@@ -74,7 +74,7 @@ def test_killed_while_overwriting_the_old_dataset_stays(source: Path, tmp_path: 
             prepare_criteo([source], output)
     assert folder_bytes(output) == before
     prepare_criteo([source], output, HASHED, overwrite=True)
-    assert Manifest.load(output).preparation["min_count"] == 2
+    assert Manifest.load(output).preparation["hash_size"] == HASHED.hash_size
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 

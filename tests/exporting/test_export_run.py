@@ -27,7 +27,7 @@ from distembed.serving.model_folder.programs import load_programs
 from distembed.serving.model_folder.reading import read_manifest, require_sample, require_unchanged, sample_inputs
 from distembed.serving.whole_model import load_whole_model
 from distembed.training.trained_run import find_trained_run
-from tests.commands import in_this_process as command
+from tests.in_process import in_this_process as command
 from tests.server.exported_models import SERVER_BYTES, exported, trained_run
 from tests.serving.arrow_rows import SCHEMA
 from tests.small_runs import config_values, train_small

@@ -17,7 +17,7 @@ from torchx.runner import get_runner
 from torchx.specs import AppState
 
 from launch.jobs.job import load_job
-from tests.commands import in_this_process
+from tests.in_process import in_this_process
 from tests.launch.conftest import MiniSlurm, processes, wait_until
 from tests.small_runs import ROWS, config_values
 from tests.small_runs import distembed as run_directly

@@ -10,7 +10,7 @@ import yaml
 from distembed.serving.export import parity
 from distembed.serving.export.export_run import ExportOptions, export_run
 from distembed.training.trained_run import find_trained_run
-from tests.commands import in_this_process
+from tests.in_process import in_this_process
 from tests.serving.arrow_rows import draw_rows, prepare_table
 from tests.small_runs import config_values
 

@@ -15,7 +15,7 @@ import pytest
 
 from distembed.base.errors import UserError
 from distembed.commands import cli
-from tests.commands import in_this_process as command
+from tests.in_process import in_this_process as command
 from tests.serving.arrow_rows import draw_rows
 from tests.serving.conftest import NUM_LINES, NUM_ROWS
 from tests.small_runs import distembed

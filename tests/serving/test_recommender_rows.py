@@ -12,7 +12,7 @@ import distembed
 from distembed import LoadedModel
 from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import Manifest
-from tests.commands import in_this_process as command
+from tests.in_process import in_this_process as command
 from tests.interactions import prepare
 from tests.server.exported_models import once
 from tests.small_runs import distembed as forked
