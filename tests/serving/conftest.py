@@ -6,8 +6,8 @@ import pytest
 import yaml
 
 from distembed.data.prepare import CriteoOptions, prepare_criteo
-from tests.in_process import in_this_process
 from tests.criteo_runs import criteo_run, write_lines
+from tests.in_process import in_this_process
 from tests.serving.arrow_rows import draw_rows, prepare_table
 from tests.small_runs import config_values
 

@@ -21,8 +21,8 @@ import distembed
 from distembed import LoadedModel
 from distembed.base.errors import UserError
 from distembed.data.reader import BatchOrder, BatchReader
-from tests.in_process import in_this_process as command
 from tests.criteo_runs import criteo_run
+from tests.in_process import in_this_process as command
 from tests.ranks import run_on_ranks
 from tests.small_runs import train_small
 
