@@ -224,6 +224,7 @@ def losses(run: Path) -> list[float]:
     return [line["loss"] for line in lines if line["kind"] == "train"]
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_what_is_registered_outside_of_the_package_trains_on_two_ranks(tmp_path: Path, dataset: Path) -> None:
     """As on one rank, with metrics and a report of its own task."""
@@ -249,6 +250,7 @@ def _names_as_before() -> Iterator[None]:
             del names[name]
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("_names_as_before")
 @pytest.mark.parametrize("kind", REGISTER)
 def test_it_can_be_described_and_planned(kind: str, tmp_path: Path, dataset: Path) -> None:

@@ -41,6 +41,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Path, Path], list[Any]]]] = {
 MADE_TO_BE_LOOKED_AT = ("report", "plan report", "plan chart", "plan image")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_file_is_replaced_only_where_that_is_asked_for(run: Path, tmp_path: Path, name: str) -> None:
     suffix, arguments = COMMANDS[name]

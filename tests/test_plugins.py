@@ -156,6 +156,7 @@ def run(code: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return folder
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_a_launched_run_is_evaluated_predicts_and_is_loaded(run: Path, code: Path, tmp_path: Path) -> None:
     """Each in a new process, in another working directory than the plugin's."""
@@ -185,6 +186,7 @@ def load_and_evaluate(_: int, run: Path, said: str) -> None:
     assert f"logloss {found['logloss']:.4f}" in said, (found, said)
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_an_exported_model_needs_no_plugin(run: Path, tmp_path: Path) -> None:
     run_command("export", run, "--output", tmp_path / "model")
@@ -334,6 +336,7 @@ def test_a_run_brings_no_code_along(plugin: Path, tmp_path: Path, monkeypatch: p
             load_run_config(run)
 
 
+@pytest.mark.thorough
 def test_a_command_in_a_run_folder_executes_no_plugin_of_the_run(tmp_path: Path) -> None:
     """``python -m`` looks for modules in the working directory, which is the run here."""
     (tmp_path / "run.json").write_text("{}")

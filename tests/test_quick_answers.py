@@ -206,6 +206,7 @@ def answers(folder: Path) -> dict[str, Answer]:
     return dict(zip(lines, map(json.loads, done.stdout.splitlines()), strict=True))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("line", ANSWERED)
 def test_what_needs_no_model_is_answered_without_torch(line: str, answers: dict[str, Answer]) -> None:
     code, error, loaded = answers[line]

@@ -51,6 +51,7 @@ def asked_in(text: str) -> Iterator[str]:
             yield ast.unparse(node)
 
 
+@pytest.mark.thorough
 def test_only_one_module_asks_which_versions_are_installed() -> None:
     asked = {name: found for name, text in sources().items() if (found := list(asked_in(text)))}
     assert "tests/versions.py" in asked

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Installs the tests' packages, checks format, lint, types and the layers of imports, and runs the tests.
 #
-#   tools/test.sh                            all tests except those marked slow or slurm
+#   tools/test.sh                            the quick tests: all but those marked thorough, slow or slurm
+#   tools/test.sh --thorough                 those marked thorough too, as CI runs them
 #   tools/test.sh tests/data -k reader -x    only pytest, with these arguments
 #   tools/test.sh --changed [COMMIT]         the tests affected by the changes since main, or since COMMIT
 #   tools/test.sh -m slow                    the slow tests
@@ -30,6 +31,12 @@ if [[ -d ../shared/data ]]; then
     export DISTEMBED_BEAUTY=${DISTEMBED_BEAUTY-$PWD/../shared/data}
 fi
 
+marked=()
+if [[ ${1-} == --thorough ]]; then
+    marked=(-m "not slow and not slurm")
+    shift
+fi
+
 if [[ ${1-} == --changed ]]; then
     mapfile -t touched < <(.venv/bin/python tools/changed_tests.py "${2:-main}")
     ((${#touched[@]})) || { echo "No test is touched."; exit 0; }
@@ -50,7 +57,7 @@ if (($# == 0)); then
     check python tools/english.py
 fi
 # worksteal: a worker without work takes over waiting tests, which take from milliseconds to a minute.
-check python -m pytest -n 2 --dist worksteal "$@"
+check python -m pytest -n 2 --dist worksteal "${marked[@]}" "$@"
 
 if ((${#failed[@]})); then
     printf '==> FAILED: %s\n' "${failed[@]}" >&2

@@ -38,7 +38,8 @@ class TargetAttention(nn.Module):
         targets: Float[Tensor, "batch dim"],
     ) -> Float[Tensor, "batch dim"]:
         """Returns the interest of each row, zeros for an empty history; tokens are row after row."""
-        rows = torch.arange(len(targets), device=lengths.device).repeat_interleave(lengths, output_size=len(history))
+        rows = torch.arange(targets.shape[0], device=lengths.device)
+        rows = rows.repeat_interleave(lengths, output_size=history.shape[0])
         target = targets.index_select(0, rows)
         weights = self.network(torch.cat([history, target, history - target, history * target], dim=1))
         weighted = weights * history
@@ -62,7 +63,7 @@ class LastState(nn.Module):
         targets: Float[Tensor, "batch dim"],
     ) -> Float[Tensor, "batch dim"]:
         states: Tensor = self.transformer(
-            history * self._scale, QueriedRows(lengths, torch.ones_like(lengths), len(targets))
+            history * self._scale, QueriedRows(lengths, torch.ones_like(lengths), targets.shape[0])
         )
         return states
 

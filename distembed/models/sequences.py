@@ -86,7 +86,7 @@ class _Rows:
 
 def lay_out(queried: QueriedRows, max_length: int) -> SequenceLayout:
     """Returns the layout of a batch's rows; tokens older than the last ``max_length`` are left out."""
-    if queried.lengths.device.type != "cpu":
+    if queried.lengths.device.type != "cpu" or torch.compiler.is_exporting():
         return _one_group(queried, max_length)
     # Rows go from the longest to the shortest, so a group is a run of rows, each as wide as the group's longest row.
     # Rows a b c of 1, 3, 2 tokens in one group (- is padding, which repeats the row's last token):
@@ -202,7 +202,8 @@ def take_tokens(tokens: Float[Tensor, "tokens dim"], chosen: Int64[Tensor, " slo
     """Returns the vector of each slot; zeros where a batch has slots of padding and no tokens."""
     # zeros are concatenated, not returned alone, so that they depend on the tokens: the backward pass of a sharded
     # lookup is a collective, and a rank that skipped it would block the other ranks
-    padded = tokens if len(tokens) else torch.cat([tokens, tokens.new_zeros(1, tokens.shape[1])])
+    is_padded = torch.compiler.is_exporting() or len(tokens) == 0  # a program is made for any number of tokens
+    padded = torch.cat([tokens, tokens.new_zeros(1, tokens.shape[1])]) if is_padded else tokens
     return padded.index_select(0, chosen)
 
 

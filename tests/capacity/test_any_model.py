@@ -223,6 +223,7 @@ def test_collections_alone_are_models_too(model: str, tables: int) -> None:
     assert {table["why"] for table in planned["tables"]} == {"of table_wise, as plan.sharding_types has it"}
 
 
+@pytest.mark.thorough
 def test_each_remedy_holds_as_it_is_typed() -> None:
     typed = ["--gpus", 1, "--memory", "1GB", "--sparse-optimizer", "adagrad", "plan.sharding_types=[table_wise]"]
     code, planned = plan("large", *typed)

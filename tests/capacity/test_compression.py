@@ -115,6 +115,7 @@ def buckets(config: Config) -> dict[str, int | None]:
     return {name: table.num_buckets for name, table in config.embedding.tables.items()}
 
 
+@pytest.mark.thorough
 def test_the_compressed_config_fits_and_uses_what_there_is() -> None:
     config = load_config(KAGGLE, [NAIVE, "embedding.tables.C4.partition=naive"])
     there_is = cluster("1GB")
@@ -146,6 +147,7 @@ def test_where_nothing_helps_it_says_so() -> None:
         compress_config(load_config(KAGGLE), cluster("9MB"))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("settings", "there_is"),
     [

@@ -73,6 +73,7 @@ def axes_of(quantity: RankQuantity) -> Any:
     return axes
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("num_ranks", "is_nearly_empty"), [(1, False), (64, True), (1024, False)])
 def test_bars_are_as_high_as_the_values_and_stand_on_each_other(num_ranks: int, is_nearly_empty: bool) -> None:
     found = overfull(plan_assessment(1, num_ranks, host_memory=True), 0, by=-GIB)
@@ -106,6 +107,7 @@ def test_ranks_that_are_alike_share_a_bar() -> None:
     assert axes.get_xticklabels()[0].get_text().endswith("(342)")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("num_ranks", "kind", "suffix"),
     [
@@ -149,6 +151,7 @@ def test_a_page_fetches_nothing_and_its_pictures_have_names_for_who_cannot_see_t
     assert len(labels) == html.count("<svg ") > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_ranks", [1, 64, 1024])
 def test_the_page_tells_the_values_of_tables_and_ranks(num_ranks: int, tmp_path: Path) -> None:
     found = plan_assessment(num_ranks, 1, host_memory=True)
@@ -192,6 +195,7 @@ def test_a_page_without_a_plan_tells_sizes_and_remedies(tmp_path: Path) -> None:
         assert text in shown.text
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("attack", ['<script>alert(1)</script>[red]"a"&</td></table><b>', "$x_1$ $"])
 def test_texts_are_escaped(attack: str, tmp_path: Path) -> None:
     found = with_table(with_table(plan_assessment(1, 2), 0, name=attack), 0, why=attack)
@@ -224,6 +228,7 @@ def test_a_folder_is_refused_and_capitals_are_not(tmp_path: Path) -> None:
     assert Page((tmp_path / "PLAN.HTML").read_text()).tables
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("suffix", [".html", ".svg", ".png"])
 def test_a_failed_write_leaves_the_file_that_was_there(
     suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -60,6 +60,7 @@ CASES: dict[str, tuple[list[str], list[str], Cluster, set[str]]] = {
 SLOW = {"buckets", "batches", "host memory"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.slow) if case in SLOW else case for case in CASES]
 )
@@ -75,6 +76,7 @@ def test_each_holds_as_it_is_typed_behind_the_command(case: str) -> None:
         assert holds(typed, remedy), remedy
 
 
+@pytest.mark.thorough
 def test_without_a_memory_that_was_typed_another_device_is_one() -> None:
     config, there_is = load_config(KAGGLE, [NAIVE, "embedding.default.embedding_dim=512"]), cluster("40GiB")
     found = find_remedies(ConfiguredModel(config), there_is, max_seconds=600)
@@ -115,6 +117,7 @@ def batches_of(rows: int) -> Config:
     return load_config(KAGGLE, [f"train.batch_size={rows}"])
 
 
+@pytest.mark.thorough
 def test_tables_with_settings_of_their_own_keep_them(tmp_path: Path) -> None:
     file = tmp_path / "exceptions.yaml"
     file.write_text(WITH_EXCEPTIONS)
@@ -140,6 +143,7 @@ def test_what_is_not_planned_would_not_have_fitted(monkeypatch: pytest.MonkeyPat
     assert bounded == find_remedies(ConfiguredModel(config), there_is, max_seconds=600) != Remedies()
 
 
+@pytest.mark.thorough
 def test_smaller_tables_are_no_remedy_for_networks_that_are_too_large() -> None:
     config = load_config(KAGGLE, ["model.top=[4096, 4096]", "train.sparse_optimizer.name=adam"])
     found = find_remedies(ConfiguredModel(config), cluster("300MB"), max_seconds=600)

@@ -113,6 +113,7 @@ def test_ids_of_a_row_that_cannot_be_are_refused(options: str, said: str) -> Non
         plan(*options.split("|"), config=MLPERF)
 
 
+@pytest.mark.thorough
 def test_what_does_not_fit_is_refused_with_remedies() -> None:
     settings = [NAIVE, "--gpus", 1]
     code, planned = plan(*settings, "--memory", "2GB")
@@ -148,6 +149,7 @@ def test_a_shortage_reserves_of_each_rank_a_share_of_its_own_memory() -> None:
     assert alike.bytes_left_for_tables - unlike.bytes_left_for_tables == 150 * 10**6
 
 
+@pytest.mark.thorough
 def test_tables_in_host_memory_are_shown_and_never_unasked() -> None:
     settings = [NAIVE, "--gpus", 1, "--memory", "4GB"]
     device = dataclasses.replace(find_device("h100-80gb"), memory_bytes=4 * 10**9)
@@ -172,6 +174,7 @@ def test_tables_in_host_memory_are_shown_and_never_unasked() -> None:
     assert plan(*settings, "plan.host_memory=true", "--host-memory", "10MB")[0] == 3
 
 
+@pytest.mark.thorough
 def test_no_table_is_in_host_memory_that_is_faster_on_a_device_with_room() -> None:
     hosts = ["plan.host_memory=true", "--host-memory", "1TiB"]
     _, planned = plan("--gpus", 4, "--gpu", "a100-40gb", *hosts, config=MLPERF, tolerance=0.001)
@@ -247,6 +250,7 @@ def test_a_plan_that_does_not_fit_is_not_written_and_that_is_said(tmp_path: Path
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "start",
     [

@@ -27,6 +27,7 @@ def plan(*arguments: object) -> tuple[int, dict[str, Any]]:
     return commands.plan(KAGGLE, EARLY, *arguments)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("memory", "gpus", "device", "settings"),
     [
@@ -74,6 +75,7 @@ def test_the_command_prints_the_plan_and_why_one_less_does_not_fit(capsys: pytes
     assert f"one less, {one_less['nodes']} x {one_less['gpus']} " in printed and demand in printed
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("settings", "memory", "named"),
     [
@@ -142,6 +144,7 @@ def search(
     return find_smallest(ConfiguredModel(load_config(KAGGLE, [])), cluster("80GiB", gpus=gpus)), counted
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("gpus", [1, 3, 8, 64])
 def test_where_more_devices_are_never_worse_it_is_the_least(
     gpus: int, monkeypatch: pytest.MonkeyPatch, small_plan: Assessment
@@ -160,6 +163,7 @@ def test_where_more_devices_are_never_worse_it_is_the_least(
             assert found.one_less is not None and found.one_less.world_size == smaller[-1]
 
 
+@pytest.mark.thorough
 def test_where_it_is_uneven_the_answer_fits_and_sizes_below_do_not(
     monkeypatch: pytest.MonkeyPatch, small_plan: Assessment
 ) -> None:

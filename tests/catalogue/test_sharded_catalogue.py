@@ -174,6 +174,7 @@ def compare_all(rank: int, world_size: int) -> None:
         compare_ranks(rank, world_size)
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_ranks_equal_one_process(world_size: int) -> None:

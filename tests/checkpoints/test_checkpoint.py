@@ -211,6 +211,7 @@ def load_big(rank: int, world_size: int, folder: Path) -> None:
         assert all((shard.tensor == 7).all() for (sums,) in [state.values()] for shard in sums.local_shards())
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_no_rank_holds_more_than_its_part_and_a_few_blocks(tmp_path: Path) -> None:
     run_on_ranks(1, save_big, tmp_path)

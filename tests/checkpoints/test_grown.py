@@ -79,6 +79,7 @@ def check_refusals(path: Path, optimizer: str) -> None:
     assert all(np.array_equal(after.weights[name], values) for name, values in before.weights.items())
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_every_layout_reads_what_another_has_saved_into_more_rows(tmp_path: Path) -> None:
     run_on_ranks(2, save_and_load_all, tmp_path)

@@ -51,6 +51,7 @@ def load_all(rank: int, world_size: int, folder: Path) -> None:
         check_load(folder / optimizer, make(layout, optimizer))
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 @pytest.mark.parametrize(("saving", "loading"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
 def test_vectors_and_networks_have_their_own_optimizers_whose_states_are_saved(

@@ -132,6 +132,7 @@ def all_state_keys(optimizer: CombinedOptimizer) -> set[str]:
     return {key for keys in by_rank for key in keys}
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("chains", "worlds"),
@@ -171,6 +172,7 @@ def check_sequences(rank: int, world_size: int, folder: Path) -> None:
         before = trained
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_sequences_go_on_on_other_layouts(tmp_path: Path) -> None:
     run_on_ranks(2, check_sequences, tmp_path)
@@ -224,6 +226,7 @@ def check_pairs(rank: int, world_size: int, folder: Path, pairs: list[Pair]) -> 
             get_optimizer_state_dict(*loaded)
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 @pytest.mark.parametrize("pairs", [SOME_PAIRS, pytest.param(PAIRS, marks=pytest.mark.slow)], ids=["some", "all"])
 def test_what_stock_reads_ours_reads_and_data_parallel_tables_too(pairs: list[Pair], tmp_path: Path) -> None:

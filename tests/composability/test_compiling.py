@@ -61,6 +61,7 @@ def require_same(model: SmallModel, fullgraph: bool, backend: str = EAGER, batch
     return num_graphs()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "fullgraph"),
     [
@@ -78,6 +79,7 @@ def test_a_compiled_model_takes_the_steps_of_an_uncompiled_one(kind: str, fullgr
     assert require_same(our_model(kind, ONE), fullgraph) <= num_stock
 
 
+@pytest.mark.thorough
 def test_each_scheme_and_each_composition_compiles() -> None:
     assert require_same(our_model("bags"), fullgraph=True, batches=BATCHES[:1]) == 1
 
@@ -103,6 +105,7 @@ def test_inductor_compiles_all_of_it(kind: str) -> None:
         require_same(model, fullgraph=True, backend="inductor")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("make", BOTH)
 def test_a_compiled_model_takes_keyed_jagged_tensors(make: Callable[[str], SmallModel]) -> None:
     """Fresh ones, ones that were used before, and ones of unknown size, as TorchRec prepares them."""
@@ -161,6 +164,7 @@ BROKEN: dict[str, tuple[Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], str]]
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("fullgraph", [pytest.param(False, marks=pytest.mark.slow), True], ids=["default", "fullgraph"])
 def test_a_compiled_model_refuses_what_an_uncompiled_one_does(fullgraph: bool) -> None:
     """By a RuntimeError, which names table and feature of an id that is outside; never by another row's vector."""
@@ -176,6 +180,7 @@ def test_a_compiled_model_refuses_what_an_uncompiled_one_does(fullgraph: bool) -
             pytest.fail(f"{name}: {function(dense, *broken)}")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "settings", [pytest.param({"id_policy": "modulo"}, marks=pytest.mark.slow), {"id_policy": "clip_to_oov"}], ids=str
 )

@@ -179,6 +179,7 @@ def data_type_to_torch(data_type: DataType) -> torch.dtype:
     return {DataType.FP16: torch.float16, DataType.BF16: torch.bfloat16}[data_type]
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_sharded_tables_take_the_steps_of_float32_and_round_them() -> None:
     run_on_ranks(2, check_sharded, SOME_CASES)

@@ -116,6 +116,7 @@ def check_training(rank: int, world_size: int) -> None:
                 assert torch.equal(torch.stack(run(pipeline(model, optimizer, CPU), batches)), torch.stack(outputs))
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_pipelines_that_stock_runs_on_the_cpu_take_the_steps_of_a_plain_loop(world_size: int) -> None:
@@ -158,6 +159,7 @@ def check_compiled(rank: int, world_size: int) -> None:
         torch._dynamo.reset()
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_compiled_sharded_model_trains_as_an_uncompiled_one(world_size: int) -> None:

@@ -51,6 +51,7 @@ def require_same_scores(found: Callable[..., Tensor], model: SmallModel) -> None
         torch.testing.assert_close(found(*inputs), model(*inputs))
 
 
+@pytest.mark.thorough
 @each_model
 @pytest.mark.parametrize(
     ("kind", "strict"),

@@ -257,6 +257,7 @@ BAGS = list(itertools.product(SHARDING_TYPES, [False, True]))
 """Sharding types, and whether ids have weights; by turns but in the slow test."""
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "bags", [BAGS[::4] + BAGS[3::4], pytest.param(BAGS, marks=pytest.mark.slow)], ids=["some", "all"]

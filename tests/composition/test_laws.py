@@ -48,6 +48,7 @@ def test_gradients_of_embedding_with_repeated_rows_and_empty_buckets(name: str, 
     assert torch.autograd.gradcheck(lambda *parts: composition.embed(parts, rows), weights)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_rows", [[9], [40, 4], [40, 900], [30, 7, 3]], ids=str)
 @pytest.mark.parametrize("num_ids", [0, 1, 7, 300])
 @pytest.mark.parametrize("name", COMPOSITIONS)

@@ -63,6 +63,7 @@ def test_a_linear_function_is_one_linear_layer() -> None:
     assert torch.allclose(PathLinear().compose([vector, packed]), as_module(packed, 5, (), torch.relu)(vector))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("activation", [*ACTIVATIONS, torch.arctan])
 @pytest.mark.parametrize("hidden", [(2,), (3, 2)])
 def test_gradients_for_every_activation(activation: str | Callable[[Tensor], Tensor], hidden: tuple[int, ...]) -> None:
@@ -188,6 +189,7 @@ def test_a_gpu_gives_the_same(name: str) -> None:
         assert torch.allclose(on_cpu, on_gpu)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("variance", [0.01, 1e-8])
 @pytest.mark.parametrize("hidden", [(64,), (5,), (32, 8), (16, 16, 16)])
 @pytest.mark.parametrize("activation", [*ACTIVATIONS, torch.arctan])

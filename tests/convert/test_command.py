@@ -47,6 +47,7 @@ def metrics(run: Path) -> dict[str, float]:
     return json.loads(distembed("evaluate", run, "--json").stdout)
 
 
+@pytest.mark.thorough
 def test_full_tables_stay_what_they_are_with_their_optimizer_states(full_run: Path, tmp_path: Path) -> None:
     distembed("convert", full_run, FULL, "--output", tmp_path / "same")
     before, after = saved(full_run), saved(tmp_path / "same")

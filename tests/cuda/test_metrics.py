@@ -116,6 +116,7 @@ def sum_on_first(rank: int, world_size: int) -> None:
         assert Ranks(rank, world_size, world_size, torch.device("cpu")).sum_all({}) == {}
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_rank_0_gets_the_sums_of_all_ranks(world_size: int) -> None:
@@ -142,6 +143,7 @@ def train_without_gathering(rank: int, arguments: tuple[object, ...], folder: Pa
     run_command(rank, arguments, folder, ranks, port)
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_a_line_gathers_no_rows_and_has_nearly_the_exact_area(tmp_path: Path) -> None:
     values = config_values(write_dataset(tmp_path / "data"))

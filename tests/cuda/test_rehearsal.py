@@ -42,11 +42,13 @@ def check(cell: Cell, kinds: tuple[str, ...]) -> None:
             assert made.watch.launches.total() > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("cell", cells("sum", BAG_SHARDINGS), ids=str)
 def test_a_step_of_bags_waits_for_nothing(cell: Cell) -> None:
     check(cell, BAGS)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("cell", cells(None, SEQUENCE_SHARDINGS), ids=str)
 def test_a_step_of_sequences_waits_for_nothing(cell: Cell) -> None:
     check(cell, ("single", "ragged"))
@@ -64,6 +66,7 @@ OF_IDS: dict[str, dict[str, object]] = {
 """What is done with ids before they are sent."""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sharding", ["table_wise", "row_wise"])
 @pytest.mark.parametrize("of_ids", OF_IDS)
 def test_ids_are_checked_mapped_and_replaced_without_a_wait(of_ids: str, sharding: str) -> None:

@@ -84,6 +84,7 @@ def take_steps(dataset: Path, folder: Path, overrides: list[str], put_back: Any 
     return window
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", MODELS)
 def test_whole_steps_wait_for_nothing(name: str, dataset: Path, tmp_path: Path) -> None:
     window = take_steps(dataset, tmp_path, MODELS[name])

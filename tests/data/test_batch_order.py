@@ -21,6 +21,7 @@ def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "_ROWS_AT_ONCE", 24)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("group_rows", "window_rows"), [(2, 8), (2, 200), (50, 8), (500, 200), (1000, 8)])
 def test_batches_mix_many_small_row_groups_as_well_as_few_large_ones(
     tmp_path: Path, group_rows: int, window_rows: int, monkeypatch: pytest.MonkeyPatch
@@ -87,6 +88,7 @@ def test_every_epoch_has_another_order_and_every_seed_its_own(tmp_path: Path) ->
     assert all(orders[seed, epoch, 0] == orders[seed, epoch, 1] for seed, epoch, _ in orders)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("small_windows")
 @pytest.mark.parametrize("schema", [SCHEMA, SINGLE], ids=["multi_hot", "single"])
 @pytest.mark.parametrize("shuffle", [True, False])

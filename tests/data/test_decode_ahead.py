@@ -25,6 +25,7 @@ def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(order, "WINDOW_ROWS", 8)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("schema", [SCHEMA, SINGLE], ids=["multi_hot", "single"])
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_batches_are_the_same_for_any_number_of_threads(tmp_path: Path, schema: Schema, shuffle: bool) -> None:
@@ -103,6 +104,7 @@ def damage(folder: Path, *numbers: int) -> list[range]:
     return rows
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("damaged", [[0], [5], [3, 4], [29], [28, 29]])
 @pytest.mark.parametrize("threads", [0, 2])
 def test_other_rows_take_their_place_on_any_number_of_ranks(tmp_path: Path, damaged: list[int], threads: int) -> None:

@@ -209,6 +209,7 @@ def command(*arguments: object) -> str:
     return noted.get() + said.get()
 
 
+@pytest.mark.thorough
 def test_days_of_criteo_one_after_the_other(tmp_path: Path) -> None:
     """Known ids never change, and one thread or two make the same bytes."""
     contents = [reference.content(200, seed) for seed in (1, 2)]

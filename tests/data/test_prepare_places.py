@@ -229,6 +229,7 @@ TEXTS: dict[str, tuple[int, Callable[[int], str]]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("threads", [8, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["criteo", *(pytest.param(name, marks=pytest.mark.slow) for name in TEXTS)])

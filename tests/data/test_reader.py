@@ -69,6 +69,7 @@ def prefetching() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("distembed-prefetch")}
 
 
+@pytest.mark.thorough
 def test_the_thread_ends_with_its_reader(tmp_path: Path) -> None:
     before = prefetching()
 

@@ -36,6 +36,7 @@ def undisturbed(days: list[Path], tmp_path_factory: pytest.TempPathFactory) -> d
     return folder_bytes(output)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("part_bytes", [100, 10_000])
 def test_the_bytes_depend_on_no_size_of_parts(
     days: list[Path], undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_bytes: int

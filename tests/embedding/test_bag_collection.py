@@ -53,6 +53,7 @@ def test_a_tensor_dict_is_taken_as_by_torchrec() -> None:
     assert torch.equal(collection(TensorDict({"f": nested}, batch_size=3)).values(), expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("pooling", ["sum", "mean", "max"])
 @pytest.mark.parametrize("composition", COMPOSITIONS)
 def test_gradients_are_those_of_the_outputs(composition: str, pooling: str) -> None:

@@ -146,6 +146,7 @@ def test_a_killed_process_leaves_no_half_file(tmp_path: Path) -> None:
     assert not (tmp_path / "t.parquet").exists()
 
 
+@pytest.mark.thorough
 def test_a_full_disk_leaves_no_file_and_memory_is_bounded(tmp_path: Path) -> None:
     # all ids of this table would be terabytes; no file may grow beyond 1 MB, as if the disk were full then
     config = CompositionalEmbeddingConfig("t", 10**11, 6, ["f"], Remainder(10**11, num_buckets=10))

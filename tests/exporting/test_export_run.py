@@ -60,6 +60,7 @@ def scores(folder: Path) -> np.ndarray:
         return program(*sample_inputs(sample_of(folder), manifest)).numpy()
 
 
+@pytest.mark.thorough
 def test_the_folder_has_what_the_manifest_says(run: Path, model: Path) -> None:
     files = {str(path.relative_to(model)) for path in model.rglob("*") if path.is_file()}
     manifest = read_manifest(model)
@@ -108,6 +109,7 @@ def test_the_manifest_says_how_raw_values_become_ids_and_numbers(model: Path) ->
     assert set(numbers["age"]) > {"mean", "std"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("precision", ["int8", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_tables_in_fewer_bits(
     precision: Any, run: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -158,6 +160,7 @@ def test_tables_are_materialised_where_that_is_smaller(
         assert table.bytes == feature.num_embeddings * 8 * 4
 
 
+@pytest.mark.thorough
 def test_shards_score_as_the_whole(shards: Path, predicted: np.ndarray) -> None:
     """As far as int8 goes; :mod:`tests.exporting.test_programs` compares shards of all bits."""
     manifest = read_manifest(shards)

@@ -112,6 +112,7 @@ def round_tables(model: Model, precision: Precision) -> None:
 PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "int8")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("materialise", ["never", "always"])
 @pytest.mark.parametrize("composition", COMPOSITIONS)
 def test_a_program_scores_as_the_model_with_rounded_tables(composition: str, materialise: Materialise) -> None:
@@ -123,6 +124,7 @@ def test_a_program_scores_as_the_model_with_rounded_tables(composition: str, mat
         require_equal_scores(program, model, exported)
 
 
+@pytest.mark.thorough
 def test_a_saved_program_scores_so_too(tmp_path: Path) -> None:
     """One size of each scheme, for following the operations of more tables takes seconds."""
     require_saved("dcn", [own for own in tables("path_linear") if not own.name.endswith("_67")], "int8", tmp_path)
@@ -180,6 +182,7 @@ def test_ids_outside_of_a_table_never_read_outside_of_it(materialise: Materialis
 FEW = {"quotient_remainder_60", "chinese_remainder_60", "mean", "max"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "is_whole"), [pytest.param("dlrm", True, marks=pytest.mark.slow), ("dcn", False)])
 def test_shards_and_their_network_score_as_the_whole(name: str, is_whole: bool, tmp_path: Path) -> None:
     configs = [table for table in tables("feature") if "_60" in table.name or table.name in POOLINGS]
@@ -202,6 +205,7 @@ def test_shards_and_their_network_score_as_the_whole(name: str, is_whole: bool, 
     torch.testing.assert_close(found, trained_scores(model, batch), atol=1e-6, rtol=0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_features", [1, 2])
 def test_without_lists_there_is_one_lookup_a_partition_for_all_tables(num_features: int, tmp_path: Path) -> None:
     configs = [table for table in tables("product") if table.name.startswith("quotient_remainder")][:num_features]
@@ -214,6 +218,7 @@ def test_without_lists_there_is_one_lookup_a_partition_for_all_tables(num_featur
     assert graph.count(b'"torch.ops.aten.embedding.default"') == len(configs[0].scheme.num_rows)
 
 
+@pytest.mark.thorough
 def test_lengths_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     exported = scored(click_model("dlrm", [table for table in tables("sum") if table.name in ("sum", "naive_60")]))
     program = saved_program(exported, ExportStorage(), tmp_path)

@@ -62,6 +62,7 @@ def recommend(program: Program, lists: list[list[list[int]]]) -> Any:
         return program(torch.tensor(flat, dtype=torch.int64), lengths)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["softmax", pytest.param("binary", marks=pytest.mark.slow)])
 def test_exported_sequences_get_the_items_that_the_run_predicts(
     runs: dict[str, Path], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, kind: str
@@ -88,6 +89,7 @@ def test_exported_sequences_get_the_items_that_the_run_predicts(
         np.testing.assert_allclose(scores[row], expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_exported_users_get_the_items_that_the_run_predicts(runs: dict[str, Path], tmp_path: Path) -> None:
     """The items that users have are given to the program, which has no rows of the dataset."""
     manifest = export(runs["ranking"], tmp_path / "model", num_best=12)

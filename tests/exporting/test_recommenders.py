@@ -192,6 +192,7 @@ CASES |= {(name, scheme, own, "fp32", "never") for name in MODELS for scheme in 
 CASES |= {(name, "mixed_radix", "product", own, form) for name in MODELS for own in PRECISIONS for form in FORMS}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "scheme", "composition", "precision", "materialise"),
     [pytest.param(*case, marks=() if case in SAVED else pytest.mark.slow) for case in sorted(SAVED | CASES)],
@@ -319,5 +320,7 @@ def test_models_that_programs_do_not_know_are_refused() -> None:
         exported(with_numbers)
     with pytest.raises(UserError, match=r"NextItems cannot be exported: programs that recommend .* made of mf alone"):
         RecommendingModel.for_rankings(sasrec, RESERVED, BEST)
-    with pytest.raises(UserError, match=r"MF cannot be exported: programs that recommend .* sasrec and gru alone"):
+    with pytest.raises(
+        UserError, match=r"MF cannot be exported: programs that recommend .* sasrec, gru and hstu alone"
+    ):
         RecommendingModel.for_next_items(recommender("mf"), RESERVED, BEST)

@@ -55,6 +55,7 @@ print(json.dumps([reasons, sys.modules["torch"].__version__, scores]))
 """
 
 
+@pytest.mark.thorough
 def test_the_example_scores_the_sample_and_raw_rows_as_the_trainer_with_torch_alone(
     model: Path, shards: Path, python: Path
 ) -> None:

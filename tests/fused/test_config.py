@@ -42,6 +42,7 @@ def test_weights_mean_the_same_by_every_kernel() -> None:
     assert len({str(run("describe", *CRITEO, f"embedding.kernel={kernel}")) for kernel in KERNELS}) == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("gpu", "same_as_auto"), [("cpu-256gb", "fused"), ("h100-80gb", "fbgemm")])
 def test_a_plan_counts_what_auto_takes_on_the_device(gpu: str, same_as_auto: str) -> None:
     settings = ["embedding.default.partition=quotient_remainder", "embedding.default.force=true"]

@@ -123,6 +123,7 @@ def check_together(folder: Path, kernels: str, number: int) -> None:
     assert len(spans) == 1
 
 
+@pytest.mark.thorough
 def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
     check_together(tmp_path, SMALL, 3)
 

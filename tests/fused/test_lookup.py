@@ -126,6 +126,7 @@ def test_windows_of_rows(optimizer: str, make: Callable[[str], Case]) -> None:
     check(make(optimizer))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["product", "sum", "columns"])
 @pytest.mark.parametrize("dim", [8, 48])
 def test_bags_of_more_ids_than_are_mapped_at_once(kind: str, dim: int) -> None:
@@ -196,6 +197,7 @@ def all_numbers(case: Case, batches: Sequence[Batch], num_threads: int) -> list[
         torch.set_num_threads(before)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_any_number_of_threads_gives_the_same_bits(optimizer: str) -> None:
     turns = [(batch, kind) for kind in ("product", "sum", "columns") for batch in ("weighted", "sequence")]

@@ -136,6 +136,7 @@ def check_left_to_fbgemm(reason: str) -> None:
     check_refused(lambda: build(case, "fused"), reason)
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_without_numba_fbgemm_looks_up() -> None:
     spawn(start, (1, free_port(), check_without_numba, ()))  # not forked from one that has loaded it

@@ -98,6 +98,7 @@ def skip_outside_rows(is_product: bool, checks: bool, cases: list[tuple[int, int
             assert (around[:MARGIN] == nobodys).all() and (around[-MARGIN:] == nobodys).all()
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize("is_full", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_kernels_of_a_gpu_skip_a_row_that_is_not_here_or_raise_where_that_is_asked(is_full: bool) -> None:

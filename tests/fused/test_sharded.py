@@ -173,6 +173,7 @@ def check_checkpoints(
             assert torch.equal(value, expected[key]), key
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "cases", [SOME, pytest.param(ALL, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])], ids=["some", "all"]

@@ -40,6 +40,7 @@ def check(rows: list[int], num_rows: int, block: int = BLOCK_IDS) -> None:
     assert (scratch[num_bytes:] == CANARY).all()
 
 
+@pytest.mark.thorough
 @settings(max_examples=200)
 @given(data=st.data(), num_rows=st.sampled_from([1, 2, 3, 100, 2**20, 2**31 - 1]), block=st.sampled_from([1, 7, 64]))
 def test_slots_are_numbered_as_rows_come(data: st.DataObject, num_rows: int, block: int) -> None:

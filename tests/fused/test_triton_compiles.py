@@ -55,6 +55,7 @@ def storage(rows: int, columns: int, optimizer: str | None, dtype: torch.dtype) 
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("capability", "optimizer", "columns", "dtype", "kind"),
     [

@@ -56,6 +56,7 @@ def case_of(kind: str, k: int, optimizer: str, turn: int) -> Case:
     return Case(tables_of(k), columns, kind == "product", [optimizer] * k, halves, batch, seed=turn)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("turn", "kind"), list(enumerate(KINDS)))
 def test_it_equals_a_plain_computation(run: Run, turn: int, kind: str) -> None:
     for k, optimizer in zip((1, 2, 3), OPTIMIZERS, strict=True):
@@ -71,6 +72,7 @@ def test_it_equals_a_plain_computation_in_every_combination(run: Run, batch: str
             run(steps, Case(tables_of(k), columns, kind == "product", [optimizer] * k, [halves] * k, batch, seed=turn))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("optimizers", [[None, None], ["adagrad", None], [None, "row_wise_adagrad"]])
 def test_partitions_without_an_optimizer_have_their_gradients_returned(run: Run, optimizers: list[str | None]) -> None:
     for kind in ("product", "sum"):
@@ -79,6 +81,7 @@ def test_partitions_without_an_optimizer_have_their_gradients_returned(run: Run,
         run(steps, case, 1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("centre", [2**32, 2**53 + 1, 2**62])
 def test_ids_have_64_bits(run: Run, centre: int) -> None:
     tables = [
@@ -88,6 +91,7 @@ def test_ids_have_64_bits(run: Run, centre: int) -> None:
     run(steps, Case(tables, [range(4)] * 2, True, ["sgd"] * 2, [False] * 2, "ragged"))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "optimizer", ["adagrad", *[pytest.param(own, marks=pytest.mark.slow) for own in OPTIMIZERS if own != "adagrad"]]
 )
@@ -99,6 +103,7 @@ def test_runs_that_go_over_many_chunks(run: Run, optimizer: str) -> None:
     run(steps, case, 1)
 
 
+@pytest.mark.thorough
 def test_windows_of_rows(run: Run) -> None:
     run(steps, more_rows_than_ids("adagrad"))
     run(steps, rows_further_down("row_wise_adagrad"))
@@ -133,6 +138,7 @@ def bits(case: Case) -> list[torch.Tensor]:
     return [outputs, *[one for own in returned for one in own if one is not None], *numbers(fused)]
 
 
+@pytest.mark.thorough
 def test_two_runs_give_the_same_bits(run: Run) -> None:
     case = Case([QUOTIENT_REMAINDER], [range(16)] * 2, True, ["adagrad", None], [False] * 2, "weighted", num_bags=50)
     for own, other in zip(run(bits, case), run(bits, case), strict=True):
@@ -192,6 +198,7 @@ def rounded(seed: int | None, number: float = 1.5, change: float = 0.3 * 2**-10)
     return weights[0]
 
 
+@pytest.mark.thorough
 def test_rows_are_rounded_at_random_by_a_seed(run: Run) -> None:
     below = 1.5 - 2**-10
     assert (run(rounded, None) == 1.5).all()
@@ -203,6 +210,7 @@ def test_rows_are_rounded_at_random_by_a_seed(run: Run) -> None:
     assert torch.equal(first, again) and not torch.equal(first, other)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", [1.0, -1.0, 0.25, 3.1, 2**-14, 3 * 2**-24, 0.0])
 def test_rounding_at_random_keeps_the_mean(run: Run, number: float) -> None:
     exact = float(torch.tensor(number).half())

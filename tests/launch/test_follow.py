@@ -320,6 +320,7 @@ def launch_failing_rank(_: int, logs: Path, program: Path) -> None:
     main(["--nproc-per-node", "1", "--max-restarts", "1", *meeting, "--log-dir", str(logs), str(program)])
 
 
+@pytest.mark.thorough
 def test_an_error_that_was_recovered_from_is_not_the_one_that_ended_the_job(tmp_path: Path) -> None:
     """What the launcher itself leaves of two starts of its ranks, and of the whole job."""
     (tmp_path / "fails.py").write_text(TWICE)

@@ -77,6 +77,7 @@ def status(run: str) -> str:
     return distembed("status", run).splitlines()[0]
 
 
+@pytest.mark.thorough
 def test_refusals_and_dry_runs_submit_nothing(here: MiniSlurm, config: Path) -> None:
     queued = ["squeue", "--noheader", "--states=all", "--format=%i"]
     before = subprocess.run(queued, capture_output=True, text=True).stdout

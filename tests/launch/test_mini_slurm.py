@@ -63,6 +63,7 @@ def test_up_and_down_again_and_again(second: MiniSlurm, mini_slurm: MiniSlurm) -
     assert daemons(mini_slurm) == others and len(hosts(mini_slurm)) == 2
 
 
+@pytest.mark.thorough
 def test_only_this_machine_is_listened_to(mini_slurm: MiniSlurm) -> None:
     first = int(mini_slurm.settings["MINI_SLURM_PORT"])
     rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]

@@ -140,6 +140,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
+@pytest.mark.thorough
 def test_a_mistake_is_told_once_and_not_tried_again_whichever_rank_ends_first(tmp_path: Path) -> None:
     # rank 0 has lost its connection to rank 1, which is slow to end
     code, printed = Node(tmp_path, {0: "fail(1)", 1: "fail(2, 'no dataset: there', after=1)"}).end()
@@ -149,12 +150,14 @@ def test_a_mistake_is_told_once_and_not_tried_again_whichever_rank_ends_first(tm
     assert starts(tmp_path, 0, 1) == [1, 1]
 
 
+@pytest.mark.thorough
 def test_a_failure_is_tried_again_and_then_ends_the_node(tmp_path: Path) -> None:
     code, printed = Node(tmp_path, {0: "fail(9)", 1: "fail(1, after=0.5)"}, max_restarts=1).end()
     assert code == 1 and "exitcode  : 9" in printed, printed
     assert starts(tmp_path, 0) == [2]
 
 
+@pytest.mark.thorough
 def test_an_interruption_is_one_for_the_scheduler_and_not_tried_again(tmp_path: Path) -> None:
     # the second rank has still to write something after the first has ended
     slowly = "(time.sleep(1), open('saved-1', 'w').close(), os._exit(75))"
@@ -212,6 +215,7 @@ def test_a_node_that_is_told_to_end_while_it_starts_again_does_not(tmp_path: Pat
     assert starts(tmp_path, 0) == [1] and (tmp_path / "starts" / "0.interrupted").exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 @pytest.mark.parametrize("mistaken", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_mistake_on_one_node_ends_all_nodes_and_is_told_once(tmp_path: Path, mistaken: int) -> None:

@@ -267,6 +267,7 @@ def test_nodes_without_gpus_are_planned_with_their_memory(dry: Dry) -> None:
     assert "of 1.95 GiB a rank" in dry("local_cwd", component={"cpu": 4, "memMB": 8000}, gpu="cpu-256gb")
 
 
+@pytest.mark.thorough
 def test_an_elastic_job_must_fit_its_fewest_nodes(dry: Dry) -> None:
     everything = ["type=bind", "src=/", "dst=/"]
     component = {"h": "gpu_8_h100", "image": "registry/distembed:1", "mounts": everything}
@@ -327,6 +328,7 @@ def test_a_dry_run_of_what_does_not_fit_prints_the_request_as_well(dry: Dry) -> 
     assert "launch.nodes.run" in output and output.endswith("nothing was submitted")
 
 
+@pytest.mark.thorough
 def test_paths_are_those_of_the_folder_that_it_was_launched_from(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

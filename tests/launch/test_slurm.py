@@ -76,6 +76,7 @@ def lines(scheduler: SlurmScheduler, job_id: str, k: int = 0) -> list[str]:
     return list(scheduler.log_iter(job_id, "train", k))
 
 
+@pytest.mark.thorough
 def test_variables_macros_and_replicas(
     scheduler: SlurmScheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,6 +96,7 @@ def test_variables_macros_and_replicas(
     assert (tmp_path / "two words" / "100%" / f"slurm-{job_id}-train-0.out").is_file()
 
 
+@pytest.mark.thorough
 def test_a_job_that_is_cancelled(scheduler: SlurmScheduler, tmp_path: Path) -> None:
     # it is told, says that it could go on, and does not come back
     command = "trap 'sleep 0.3; exit 75' TERM; touch started; while :; do sleep 0.1; done"
@@ -189,6 +191,7 @@ def test_without_accounting(scheduler: SlurmScheduler, tmp_path: Path, monkeypat
     assert scheduler.describe("987654") is None
 
 
+@pytest.mark.thorough
 def test_without_the_controller(scheduler: SlurmScheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job_id = submit(scheduler, app("echo here", num_replicas=2), log_dir="logs")
     assert wait_for(scheduler, job_id).state == AppState.SUCCEEDED

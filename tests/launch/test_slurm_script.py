@@ -200,6 +200,7 @@ def test_a_controller_that_does_not_answer_is_asked_again(
     assert requeued(pretend) == (answer_code == 1 or not silent)
 
 
+@pytest.mark.thorough
 def test_a_controller_that_stays_away_is_given_up(pretend: Path, tmp_path: Path) -> None:
     done = run(pretend, job(tmp_path, "bash", "-c", "exit 75").script(), FAKE_AWAY="1000")
     assert done.returncode == 75 and not requeued(pretend)
@@ -215,6 +216,7 @@ def test_too_few_nodes_are_no_failure(pretend: Path, tmp_path: Path, left: str, 
     assert (tmp_path / "slurm-7.failures").exists() != is_requeued
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("seconds", "grace_seconds", "preempted", "is_requeued"),
     [

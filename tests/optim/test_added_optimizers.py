@@ -92,6 +92,7 @@ def load(rank: int, world_size: int, folder: Path, cases: Cases) -> None:
         check_load(folder / f"{saved}-{name}", build(layout, name, dense=name))
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 @pytest.mark.parametrize("cases", [EACH_ONCE, pytest.param(ALL_CASES, marks=pytest.mark.slow)], ids=["once", "all"])
 def test_added_optimizers_are_planned_trained_and_saved_like_any(tmp_path: Path, cases: Cases) -> None:

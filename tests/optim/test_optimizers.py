@@ -173,6 +173,7 @@ def check_who_trains_what(rank: int, world_size: int) -> None:
         Optimizers(build("data_parallel", "amsgrad").model, DenseOptimizerConfig(), lamb, num_steps=1)
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_tables_that_are_not_fused_are_trained_by_the_sparse_optimizer_in_torchs_form() -> None:
     run_on_ranks(2, check_who_trains_what)

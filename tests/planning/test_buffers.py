@@ -293,6 +293,7 @@ HALF_CASES += [Case(("table_wise", "row_wise", "data_parallel"), is_multi_hot=Tr
 HALF_CASES += [Case((layout,), sparse="amsgrad", data_type="fp16") for layout in ("table_wise", "data_parallel")]
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("world_size", "cases"),
@@ -350,6 +351,7 @@ class Pooled(nn.Module):
         return KeyedTensor(self.names, [self.dim] * len(self.names), values)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("num_rows", "bf16"), [(1, False), (7, True), (300, False)])
 def test_networks_are_estimated_to_a_hundredth(model: str, bf16: bool, num_rows: int) -> None:

@@ -124,6 +124,7 @@ def test_torchrecs_planner_counts_the_same_either_way(device: str) -> None:
         assert counted[0] == counted[1] and len(counted[0]) >= len(tables()) * 3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("declare", "name", "states"),
     [

@@ -161,6 +161,7 @@ def test_without_highspy_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch
         polish.solve(drawn_problem(0), Aim(1000.0), None, 1.0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", [pytest.param(at, marks=pytest.mark.slow if at > 5 else ()) for at in range(300)])
 def test_pinned_tables_and_tables_together_lie_where_they_may_on_ranks_of_unequal_memory(seed: int) -> None:
     problem, capacity = with_limits(drawn_problem(seed), seed)
@@ -252,6 +253,7 @@ def test_a_faster_way_for_which_there_is_no_room_does_not_lower_the_bound() -> N
     assert LowerBound(own, 8.0).milliseconds(np.inf) == pytest.approx(6.0, rel=2e-4)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("num_exchanges", "ranks_at_once"), [(1, 4.0), (8, 1.0)])
 def test_the_bound_of_the_only_assignment_is_its_time(num_exchanges: int, ranks_at_once: float) -> None:
     starts = [0.1 * (at + 1) for at in range(num_exchanges)]

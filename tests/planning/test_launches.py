@@ -80,6 +80,7 @@ def count_all(rank: int, world_size: int, every: bool, file: Path) -> None:
         file.write_text(json.dumps(found))
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("world_size", CASES)

@@ -64,6 +64,7 @@ def fastest_of_all(request: PlanRequest) -> float:
     return best
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.slow if seed > 1 else ()) for seed in range(40)])
 def test_plans_keep_the_wishes_and_are_the_best_that_do(seed: int) -> None:
     random = np.random.default_rng(seed)
@@ -93,6 +94,7 @@ def test_plans_keep_the_wishes_and_are_the_best_that_do(seed: int) -> None:
         assert found.lower_bound_ms <= best * (1 + 1e-9)
 
 
+@pytest.mark.thorough
 def test_the_search_adds_up_the_times_of_tables_together_that_are_reported() -> None:
     own = request(PlanConfig(together=[["t0", "t3"], ["t1", "t2", "t4"]]))
     tables = TableProblem(own, PlacementCosts(own))
@@ -117,6 +119,7 @@ def test_a_table_pinned_to_several_ranks_is_divided_among_these_at_most() -> Non
     assert ranks["t0"] == {1, 3}
 
 
+@pytest.mark.thorough
 def test_a_reason_names_pins_and_tables_together() -> None:
     config = PlanConfig(["table_wise"], tables={"t0": TablePlanConfig(ranks=[2])}, together=[["t0", "t1"]])
     why = find_plan(request(config)).why
@@ -130,6 +133,7 @@ UNLIKE = {"t0": "row_wise", "t1": "table_wise"}
 ALL_ON_ONE = PlanConfig(["table_wise"], tables={f"t{n}": TablePlanConfig(ranks=[0]) for n in range(5)})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("config", "memory", "message"),
     [

@@ -132,6 +132,7 @@ def large_tables(num_tables: int) -> list[CompositionalEmbeddingBagConfig]:
     return made
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("num_tables", "nodes", "optimizer"),
     [(24, 3, "row_wise_adagrad"), pytest.param(1000, 128, "adagrad", marks=pytest.mark.slow)],
@@ -155,6 +156,7 @@ def test_many_ranks_have_room_and_take_about_as_long_as_any_plan_must(
     assert all(len(others) == 2 for others in made.alternatives.values())
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_the_planner_chooses_from_what_is_allowed() -> None:
     run_on_ranks(2, check_plans)
@@ -190,6 +192,7 @@ def test_a_table_that_no_rank_has_room_for_is_divided_for_that() -> None:
     assert why(LARGE, megabytes=120).endswith(": whole it would not fit")
 
 
+@pytest.mark.thorough
 def test_a_table_that_one_rank_is_slow_with_is_divided_for_that() -> None:
     assert why(LARGE, rows_of_rank=200_000).endswith(": whole its rank would be the slowest")
 

@@ -116,6 +116,7 @@ def test_bytes_decide_between_times_that_are_nearly_equal_and_only_there(toleran
     assert fullest(request, found.plan) == least
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("ranks", "only", "num_tables"), [(1, None, 12), (2, "data_parallel", 3), (2, "row_wise", 12)])
 def test_the_bound_of_the_only_plan_is_its_time(ranks: int, only: str | None, num_tables: int) -> None:
     config = PlanConfig([only] if only else None, time_tolerance=0.0)  # type: ignore[list-item]
@@ -155,6 +156,7 @@ def test_the_exact_search_spends_no_more_than_its_budget_on_one_table(nodes: int
     assert budget.units > -2
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", [13, *(pytest.param(at, marks=pytest.mark.slow) for at in (1, 22))])
 def test_a_polished_plan_fits_and_is_no_slower(seed: int) -> None:
     request, _ = draw(seed, 500)

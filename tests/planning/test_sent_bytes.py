@@ -126,6 +126,7 @@ SOME_HALF_CASES = [HALF_CASES[0], HALF_CASES[-2], *HALF_CASES[2:5]]
 MIXED_CASES = [Case(("table_wise", "row_wise"), is_multi_hot=True), Case(("table_wise", "row_wise"), data_type="fp16")]
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("world_size", "cases"),

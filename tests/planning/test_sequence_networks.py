@@ -125,6 +125,7 @@ def test_a_typical_batch_has_ids_of_every_table_and_numbers_beside_lists_a_fifth
     assert padded["dense_sequences"].length_per_key() == [80]
 
 
+@pytest.mark.thorough
 def test_a_softmax_is_counted_over_all_items_and_the_queries_of_all_ranks() -> None:
     model, task = SASRecConfig(dropout=0.0), NextItemConfig(max_length=8)
     estimates = {}

@@ -154,6 +154,7 @@ def check_all(rank: int, world_size: int) -> None:
         check_model(rank, world_size, ours | plain)
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_all_collections_of_a_model_are_planned_counted_and_sharded() -> None:
     run_on_ranks(2, check_all)
@@ -239,6 +240,7 @@ def test_weights_and_states_of_stock_tables_are_counted_apart(name: str, data_ty
 
 
 # the last keeps numbers of weights and numbers of rows, as the others do one of each
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name",
     [*(pytest.param(own, marks=pytest.mark.slow) for own in ("adagrad", "row_wise_adagrad")), "partial_row_wise_adam"],

@@ -92,6 +92,7 @@ ALL_CASES = [*itertools.product(LAYOUTS[1:], OPTIMIZER_NAMES, ["adam"]), ("row_w
 SOME_CASES = [(layout, OPTIMIZER_NAMES[at % 4], "adam") for at, layout in enumerate(LAYOUTS[1:])]
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("world_size", "cases"),

@@ -117,6 +117,7 @@ class AllTypes(CompositionalEmbeddingBagCollectionSharder):
         return ["column_wise", "row_wise", "table_wise"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("with_ours", [False, True])
 def test_torchrecs_planner_never_divides_the_columns_of_path_tables(with_ours: bool) -> None:
     model, own = path_tables(), topology(8)
@@ -146,6 +147,7 @@ def test_estimates_count_optimizer_states_gradients_of_replicated_tables_and_sma
     assert all(own.perf is not None and own.perf.total > 0 for option in by_type.values() for own in option.shards)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("nodes", [1, *(pytest.param(nodes, marks=pytest.mark.slow) for nodes in (4, 16))])
 def test_torchrecs_planner_by_our_estimates_is_nearly_as_fast_as_ours_on_kaggle(nodes: int) -> None:
     from distembed.planning.devices import Cluster, find_device
@@ -159,6 +161,7 @@ def test_torchrecs_planner_by_our_estimates_is_nearly_as_fast_as_ours_on_kaggle(
     assert by_estimates.milliseconds <= 1.05 * ours.milliseconds
 
 
+@pytest.mark.thorough
 def test_constraints_are_kept() -> None:
     constraints = {
         "t0": ParameterConstraints(sharding_types=["column_wise"], min_partition=64),
@@ -182,6 +185,7 @@ def test_constraints_are_kept() -> None:
     assert weights / 10 <= rank.tables["t1"].cache <= 1.2 * weights / 10 + 8 * 2_000_000
 
 
+@pytest.mark.thorough
 def test_ids_of_a_row_take_time_and_weighted_ids_are_sent_with_their_weights() -> None:
     def sent_and_ms(**fields: Any) -> tuple[int, float]:
         own = {"t0": ParameterConstraints(sharding_types=["table_wise"], **fields)}
@@ -232,6 +236,7 @@ def test_other_wishes_that_cannot_be_met_are_refused(arguments: dict[str, Any], 
         planned(full_tables(), **arguments)
 
 
+@pytest.mark.thorough
 def test_tables_are_pinned_and_lie_together() -> None:
     found = planned(full_tables(4), ranks={"t0": [3], "t1": [0, 1]}, together=[["t0", "t2"]])
     assert found["t0"].ranks == found["t2"].ranks == [3]
@@ -243,6 +248,7 @@ def custom(hbm: list[int]) -> Topology:
     return topology(len(hbm), custom_topology_data=data)
 
 
+@pytest.mark.thorough
 def test_unequal_memory_is_filled_and_never_exceeded() -> None:
     model, whole = full_tables(4), {f"t{at}": ParameterConstraints(sharding_types=["table_wise"]) for at in range(4)}
     found = planned(model, custom([5 * GIB, 2 * GIB, GIB // 4]), constraints=whole)
@@ -253,6 +259,7 @@ def test_unequal_memory_is_filled_and_never_exceeded() -> None:
     assert caught.value.error_type == PlannerErrorType.INSUFFICIENT_STORAGE
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("make", [FixedPercentageStorageReservation, HeuristicalStorageReservation])
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_what_a_reservation_leaves_is_filled(make: Callable[[float], Any]) -> None:
@@ -333,6 +340,7 @@ def check_on_ranks(rank: int, world_size: int) -> None:
         planner.collective_plan(full_tables(), default_sharders())
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_torchrecs_dlrm_of_either_kind_of_tables_trains_alike_by_each_planner(world_size: int) -> None:

@@ -258,6 +258,7 @@ CRAFTED = [
 ]
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_of_an_earlier_version_is_read(workspace: Workspace) -> None:
     new, old = (workspace.commands.run("evaluate", run, "--json") for run in ("run", "old"))
     assert new.code == old.code == 0, old

@@ -107,6 +107,7 @@ def require_detected_or_without_effect(folders: list[Path], flips: int, seed: in
     assert {folder: contents(folder) for folder in folders} == undamaged
 
 
+@pytest.mark.thorough
 def test_a_bit_that_is_another_is_noticed(folders: list[Path]) -> None:
     require_detected_or_without_effect(folders, 30, seed=0)
 

@@ -64,6 +64,7 @@ def kill_and_compare(
     strike_and_compare(replace(left_alone, place=s3), left_alone, tmp_path, lambda: strike(draw, ranks), strikes)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("ranks", "strikes"), [pytest.param(1, 2, marks=pytest.mark.slow), (2, 1)])
 def test_what_is_killed_ends_as_what_is_left_alone(config: Path, tmp_path: Path, ranks: int, strikes: int) -> None:
     kill_and_compare(config, tmp_path, ranks, ranks, strikes)

@@ -73,6 +73,7 @@ def figures(tmp_path: Path) -> dict[str, str]:
     return dict(re.findall(r"<figcaption><b>(.*?)</b>.*?</figcaption>(<svg.*?</svg>)", html, re.DOTALL))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("count", [1, 2, 11, 60])
 def test_a_page_is_whole_and_fetches_nothing(tmp_path: Path, count: int) -> None:
     runs = [make_run(tmp_path / f"run{i}", parameters=10**6 * (i + 1)) for i in range(count)]
@@ -113,6 +114,7 @@ def test_what_comes_from_a_run_is_escaped(tmp_path: Path, attack: str) -> None:
     assert page.text.count(attack) >= 4, "title, heading, table, legend, config"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("content", ["", '{"kind": "tr', '{"kind"', "null\n[]\n3\n", "\x00\xff", '{"kind": "train"}\n'])
 def test_metrics_cut_short_leave_the_rest_readable(tmp_path: Path, content: str) -> None:
     run = make_run(tmp_path / "run", finished=False)
@@ -126,6 +128,7 @@ def test_metrics_cut_short_leave_the_rest_readable(tmp_path: Path, content: str)
     assert math.isnan(summary.metric("logloss"))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("steps", [0, 1, 9, 10])
 def test_unfinished_runs_are_shown_as_far_as_they_came(tmp_path: Path, steps: int) -> None:
     page, (summary,) = report(tmp_path, make_run(tmp_path / "run", steps=steps, finished=False))
@@ -138,6 +141,7 @@ def test_unfinished_runs_are_shown_as_far_as_they_came(tmp_path: Path, steps: in
     assert "nothing recorded yet" in figures(tmp_path)["Calibration"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("value", ["NaN", "null", "Infinity", '"text"', "true", "[]"])
 def test_values_that_are_no_numbers_are_unknown(tmp_path: Path, value: str) -> None:
     run = make_run(tmp_path / "run")
@@ -290,6 +294,7 @@ def test_of_many_settings_that_differ_the_others_are_counted(tmp_path: Path) -> 
     assert ConfigDifferences.of(configs[:1]).keys == ()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("count", "expected"), [(3, "run0"), (60, "1")])
 def test_points_carry_names_or_numbers(tmp_path: Path, count: int, expected: str) -> None:
     runs = [make_run(tmp_path / f"run{i}", parameters=10**6 + 10**5 * i) for i in range(count)]

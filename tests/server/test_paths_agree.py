@@ -170,6 +170,7 @@ def drawn_rows(draw: st.DrawFn) -> list[Row]:
     return [{**base, draw(st.sampled_from(columns)): draw(odd_values)} for _ in range(num_rows)]
 
 
+@pytest.mark.thorough
 @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(rows=drawn_rows())
 def test_all_paths_give_a_row_one_answer(paths: SimpleNamespace, rows: list[Row]) -> None:
@@ -183,6 +184,7 @@ def test_each_odd_value_has_one_answer_in_each_column(paths: SimpleNamespace) ->
         require_one_answer(paths, [{**base, name: value} for value in ODD])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("column", ["magnitude", "amount"])
 def test_numbers_have_their_bins_in_every_path(paths: SimpleNamespace, column: str) -> None:
     base = {name: row[name] for row in train_rows()[3:4] for name in COLUMNS}

@@ -54,6 +54,7 @@ def test_histories_are_answered_with_the_items_that_predict_names(
     assert post(app, [{"item": "?"}], "?malformed=null").json() == {"items": [None], "scores": [None]}
 
 
+@pytest.mark.thorough
 def test_users_are_answered_without_the_items_that_they_have(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -50,6 +50,7 @@ def test_a_served_model_scores_as_predict_does(server: Server, trained: LoadedMo
     assert f"{server.port}" in server.output and "sample scores as exported" in server.output
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("sent", "statuses"),
     [
@@ -89,6 +90,7 @@ def test_a_truncated_body_is_left_out_and_a_late_one_taken(server: Server) -> No
     assert status_of(late) == 200
 
 
+@pytest.mark.thorough
 def test_kill_leaves_nothing_and_sigterm_waits_for_answers(model: Path, trained: LoadedModel, tmp_path: Path) -> None:
     files, rows = sorted(path for path in model.rglob("*")), json_rows(20, seed=5)
     with serving(model, tmp_path / "first") as server:
@@ -161,6 +163,7 @@ def test_addresses_that_are_none_are_refused(model: Path) -> None:
             serve(model, host, 0, ServerSettings(), print)
 
 
+@pytest.mark.thorough
 def test_shards_in_int8_are_served(tmp_path_factory: pytest.TempPathFactory, trained: LoadedModel) -> None:
     folder = session_shards(tmp_path_factory)
     assert len(read_manifest(folder).shards) > 1

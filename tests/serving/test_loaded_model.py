@@ -41,6 +41,7 @@ def batch_of(run: Path, split: str = "test", size: int = 8192) -> Any:
     return next(iter(BatchReader(run.parent / "dataset", split, BatchOrder(size, shuffle=False))))
 
 
+@pytest.mark.thorough
 def test_a_batch_is_predicted_to_the_bit_as_the_command_does(run: Path, model: LoadedModel, tmp_path: Path) -> None:
     command("predict", run, "--output", tmp_path / "predictions.parquet")
     expected = pq.read_table(tmp_path / "predictions.parquet")["prediction"].to_numpy()
@@ -169,11 +170,13 @@ def load_on_one_rank(rank: int, world_size: int, run: str) -> None:
     assert dist.is_initialized()
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_it_takes_no_part_in_a_process_group(run: Path) -> None:
     run_on_ranks(2, load_on_one_rank, os.fspath(run))
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_weights_that_two_ranks_saved_are_read(tmp_path: Path) -> None:
     column_wise = "plan.tables={C1: {sharding_types: [column_wise]}, C2: {sharding_types: [row_wise]}}"

@@ -26,6 +26,7 @@ def predictions(path: Path, column: str = "prediction") -> np.ndarray:
     return table[column].to_numpy(zero_copy_only=False)
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_raw_rows_are_scored_to_the_bit_as_prepared_ones(criteo: Path, tmp_path: Path, ranks: int) -> None:
@@ -94,6 +95,7 @@ def as_parquet(rows: list[dict[str, Any]], path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=17)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("write", "name"), [(as_json_lines, "rows.jsonl"), (as_parquet, "rows.parquet")])
 def test_files_of_any_kind_are_scored(
     table: Path, tmp_path: Path, write: Callable[[list[dict[str, Any]], Path], None], name: str
@@ -121,6 +123,7 @@ def refused(*arguments: object) -> None:
     cli.app([str(each) for each in arguments], standalone_mode=False)
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_what_can_not_be_scored_is_refused(table: Path, tmp_path: Path) -> None:
     as_parquet([{k: v for k, v in row.items() if k != "code"} for row in draw_rows(5)], tmp_path / "lacks.parquet")

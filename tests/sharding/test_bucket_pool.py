@@ -63,6 +63,7 @@ def test_pooling_and_its_gradients_equal_composing_each_id(
     check_against_composing_each_id(num_rows, weighted, lengths, seed)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("codes", [127, 128, 129, 255, 257, 16_383, 16_385, 40_000])
 def test_codes_may_be_many(codes: int) -> None:
     check_against_composing_each_id([codes + 1, codes], False, [[9, 9], [9, 9]], seed=0)

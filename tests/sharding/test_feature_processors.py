@@ -200,6 +200,7 @@ def check_sharded(rank: int, world_size: int, folder: Path, kernel: str, by_feat
             torch.testing.assert_close(loaded(draw(9 + rank))[1], expected, msg=f"{kind}: loaded")
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("kernel", "by_feature", "kinds"),

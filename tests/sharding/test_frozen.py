@@ -200,6 +200,7 @@ def check(rank: int, world_size: int, cases: list[Case]) -> None:
         assert not [name for name, own in states.items() if ".frozen_" in name and own], case
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_frozen_tables_stay_and_others_are_trained_as_unsharded() -> None:
     run_on_ranks(2, check, SOME)

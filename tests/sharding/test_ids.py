@@ -29,6 +29,7 @@ def check_case(rank: int, world_size: int, number: int) -> None:
             torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_a_sample_of_drawn_cases_equals_the_unsharded_module_in_either_dtype() -> None:
     run_cases(WORLD_SIZE, check_case, range(SAMPLE))

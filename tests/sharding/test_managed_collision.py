@@ -249,6 +249,7 @@ def check_sharded(rank: int, world_size: int, folder: Path, bags: bool, by_hash:
         torch.testing.assert_close(loaded_vectors, vectors, msg=f"{kind}: loaded")
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 @pytest.mark.parametrize("bags", [True, False])
 @pytest.mark.parametrize(
@@ -338,6 +339,7 @@ def check_pipelines(rank: int, world_size: int) -> None:
                             weight -= LR * weight.grad
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_pipelines_one_after_the_other_take_the_steps_of_calls() -> None:
     run_on_ranks(2, check_pipelines)

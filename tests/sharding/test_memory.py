@@ -131,6 +131,7 @@ CASES = [("table_wise", "product", RowWiseAdagrad), ("column_wise", "product", t
 CASES += [("row_wise", "sum", torch.optim.SGD), ("column_wise", "feature", RowWiseAdagrad)]
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_building_takes_no_more_than_the_shards() -> None:
     run_cases(2, check_build, CASES)

@@ -198,6 +198,7 @@ def check_all_pipelines(rank: int, world_size: int, cases: list[tuple[str, str]]
         check_prefetched(rank, bags)
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 @pytest.mark.parametrize("cases", [SOME, pytest.param(ALL, marks=pytest.mark.slow)], ids=["some", "all"])
 def test_every_pipeline_takes_the_steps_of_the_unsharded_model(cases: list[tuple[str, str]]) -> None:

@@ -92,6 +92,7 @@ def by_feature(
     yield from zip(names, values.split(widths, dim=1), expected.split(widths, dim=1), strict=True)
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("world_size", "cases"), [(2, SOME), *(pytest.param(n, ALL, marks=pytest.mark.slow) for n in (2, 4))]

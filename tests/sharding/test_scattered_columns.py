@@ -79,6 +79,7 @@ def check_checkpoints(folder: Path) -> None:
         require_equal(gather_numbers(other), gather_numbers(trained), f"{before} to {now}")
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_together_equal_one_module_and_load_what_others_saved(world_size: int, tmp_path: Path) -> None:

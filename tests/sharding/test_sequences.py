@@ -127,6 +127,7 @@ def check_equal(rank: int, world_size: int, sharding_type: str, name: str) -> No
     check_weights(model, reference)
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("world_size", "cases"), [(2, SOME), *(pytest.param(n, CASES, marks=pytest.mark.slow) for n in (1, 2, 4))]

@@ -254,6 +254,7 @@ def check_odd_batches(rank: int, world_size: int) -> None:
     check_refusals()
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_a_rank_without_rows_takes_part_and_an_id_outside_its_table_is_named() -> None:
     run_on_ranks(2, check_odd_batches)

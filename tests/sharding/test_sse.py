@@ -219,6 +219,7 @@ def check_layouts(rank: int, world_size: int, of_bags: list[str], of_sequences: 
     dist.barrier()
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("of_bags", "of_sequences"),

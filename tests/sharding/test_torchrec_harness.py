@@ -210,6 +210,7 @@ def check(rank: int, ports: dict[Case, int]) -> None:
             raise AssertionError(f"{kind}, {sharding_type}, batches {batches}: {error}") from error
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 @pytest.mark.parametrize("batches", [["unequal"], pytest.param(MOST, marks=pytest.mark.slow)], ids=["", "most"])
 @pytest.mark.parametrize(("kind", "types"), [("bags", SHARDING_TYPES), ("sequences", SEQUENCE_SHARDING_TYPES)])

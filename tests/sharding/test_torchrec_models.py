@@ -74,6 +74,7 @@ def check_losses(rank: int, world_size: int, unsharded: dict[str, list[float]]) 
             torch.testing.assert_close(losses, unsharded[name], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_losses_are_those_of_one_device_however_the_tables_are_placed() -> None:
     run_on_ranks(2, check_losses, {name: unsharded_losses(name, FEW_STEPS) for name in MODELS})

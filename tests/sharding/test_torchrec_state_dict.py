@@ -126,6 +126,7 @@ def run_suite(rank: int, composition: str, cases: list[Case], failed: Path) -> N
     assert not unexplained, "\n".join(unexplained)
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_what_fails_is_explained(tmp_path: Path) -> None:
     run_and_check("product", [*CASES[::4], *PLAIN_CASES, *MULTIPLE_SHARDS], tmp_path / "failed")

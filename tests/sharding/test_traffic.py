@@ -251,6 +251,7 @@ def check_all_traffic(rank: int, world_size: int) -> None:
         check_traffic(rank, world_size, kind, True, torch.int32)
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_dists_carry_what_those_of_a_plain_table_carry() -> None:
     run_on_ranks(WORLD_SIZE, check_all_traffic)

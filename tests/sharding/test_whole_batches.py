@@ -76,6 +76,7 @@ def check_module(module: nn.Module, is_weighted: bool) -> None:
         assert vectors.any()
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_a_batch_that_is_not_whole_is_refused_on_each_rank() -> None:
     run_on_ranks(2, check_refusals)

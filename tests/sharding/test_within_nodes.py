@@ -220,6 +220,7 @@ def test_pipelines_and_replaced_ids_are_those_of_other_tables() -> None:
 
 
 # everything in one start of the ranks: starting them takes longer than most of what they do
+@pytest.mark.thorough
 @pytest.mark.distributed
 @pytest.mark.parametrize("check", [check_some, pytest.param(check_all, marks=pytest.mark.slow)])
 def test_two_nodes_together_equal_one_module(check: Callable[..., None], tmp_path: Path) -> None:

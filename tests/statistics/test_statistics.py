@@ -244,6 +244,7 @@ def is_filled(found: DatasetStatistics, page: str) -> bool:
     return "filled" in line.split()
 
 
+@pytest.mark.thorough
 def test_vocabularies_say_what_ids_stand_for_and_numbers_whether_they_were_filled(tmp_path: Path) -> None:
     source, folder = tmp_path / "rows.tsv", tmp_path / "criteo"
     synthesize_criteo(source, num_rows=1000, seed=0)
@@ -300,6 +301,7 @@ def test_json_and_refusals(tmp_path: Path, rows: dict[str, list[dict[str, Any]]]
         dataset_statistics(tmp_path)
 
 
+@pytest.mark.thorough
 def test_rates_say_whether_they_are_weighted(tmp_path: Path, rows: dict[str, list[dict[str, Any]]]) -> None:
     """Those of rows in the terminal and on the page, those of ids, and what is said after preparing."""
     words = {"weighted": ("weighted label rate", "unweighted label rate"), "plain": ("label rate", "label rate")}

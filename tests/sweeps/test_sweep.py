@@ -67,6 +67,7 @@ def children(process: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
 
 
+@pytest.mark.thorough
 def test_an_interrupted_sweep_goes_on_and_its_runs_are_those_of_train(config: Path, tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     settings = ["train.seed=0,1", f"{RATES}=0.1,0.05", "train.max_steps=30", "--baseline", "learning_rate=0.1"]
@@ -106,6 +107,7 @@ def mean_auc(folder: Path, rate: float) -> float:
     return sum(evaluation["auc"] for evaluation in found) / 2
 
 
+@pytest.mark.thorough
 def test_a_run_that_fails_or_dies_does_not_end_the_sweep(config: Path, tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     process = launch(config, folder, f"{RATES}=0.1,1e30,0.05", "train.max_steps=62")
@@ -165,6 +167,7 @@ def test_a_sweep_is_no_run_on_several_ranks(config: Path, tmp_path: Path, monkey
         plan_sweep(config, ["train.seed=0,1"], tmp_path / "sweep")
 
 
+@pytest.mark.thorough
 def test_what_only_building_a_model_finds_out_is_told_before_the_first_run(config: Path, tmp_path: Path) -> None:
     output = end(launch(config, tmp_path / "sweep", "train.sparse_optimizer.name=sgd,adam"), config, code=2)
     assert "name=adam: " in output and "CUDA only" in output
@@ -202,6 +205,7 @@ def test_other_folders_are_left_alone(config: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.thorough
 def test_tpe_trains_so_many_runs_and_prunes_bad_ones(config: Path, tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     bad = "1e-9,2e-9,3e-9,4e-9,5e-9"

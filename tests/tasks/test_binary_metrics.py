@@ -119,6 +119,7 @@ def test_labels_that_are_not_finite_leave_the_manifest_readable(label: float, tm
         list(BatchReader(folder, "train", BatchOrder(4)))
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_ranks_end_at_a_wrong_label(tmp_path: Path) -> None:
     settings = ["model={bottom: [4], top: [4]}", "train={batch_size: 8, device: cpu}"]

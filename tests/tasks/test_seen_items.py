@@ -155,6 +155,7 @@ class Process:
         return {"oracle": oracle, "seen first": owned + noise, "seen last": noise - owned, "guess": noise}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("exclude_seen", [True, False])
 def test_no_scorer_is_above_the_optimum_of_a_process(tmp_path: Path, exclude_seen: bool) -> None:
     process = Process(3000)

@@ -256,6 +256,7 @@ def lines(run: Path) -> list[dict[str, Any]]:
     return [{key: v for key, v in line.items() if "second" not in key} for line in found]
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_a_run_stops_when_it_gets_worse_and_is_evaluated_at_its_best(overfitting: tuple[Path, Path]) -> None:
     _, run = overfitting
@@ -290,6 +291,7 @@ def test_a_killed_run_ends_as_it_would_have(last: int, overfitting: tuple[Path, 
     assert (before["best"], before["steps"]) == (now["best"], now["steps"])
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_a_run_interrupted_before_an_evaluation_ends_as_it_would_have(
     overfitting: tuple[Path, Path], tmp_path: Path

@@ -46,6 +46,7 @@ def test_every_model_is_trained() -> None:
     assert set(MODEL_SETTINGS) == {name for name, kind in MODELS.items() if issubclass(kind, FeatureVectorConfig)}
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", MODEL_SETTINGS)
 def test_two_ranks_train_as_one_and_a_resumed_run_as_an_uninterrupted_one(
@@ -66,10 +67,15 @@ def test_two_ranks_train_as_one_and_a_resumed_run_as_an_uninterrupted_one(
     assert len(plan["ranks"]) == 2
 
 
-@pytest.mark.parametrize("name", ["finalmlp", "din"])
-def test_exported_models_predict_as_the_run_does(name: str, config_with_history: Path, tmp_path: Path) -> None:
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("name", "more"), [("finalmlp", ""), ("din", ""), ("din", ", history: transformer, history_length: 3")]
+)
+def test_exported_models_predict_as_the_run_does(
+    name: str, more: str, config_with_history: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
-    model = f"model={{name: {name}, {MODEL_SETTINGS[name]}}}"
+    model = f"model={{name: {name}, {MODEL_SETTINGS[name]}{more}}}"
     call("train", config_with_history, model, "train.max_steps=3", "--run-dir", run)
     call("export", run, "--output", tmp_path / "model")
     parity = json.loads((tmp_path / "model" / "manifest.json").read_text())["parity"]

@@ -68,6 +68,7 @@ CASES = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("file", "damage"), CASES)
 def test_a_damaged_run_is_read_as_far_as_it_goes_or_refused_in_a_sentence(
     run: Path, tmp_path: Path, file: str, damage: str
@@ -209,6 +210,7 @@ def test_a_place_with_older_checkpoints_than_the_runs_is_refused(config: Path, t
     assert "the newest checkpoint is step-00000003; the run's newest is step-00000006 in" in failed
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_ranks_agree_on_what_they_cannot_read(own: tuple[Path, Path], tmp_path: Path) -> None:
     config, dataset = own

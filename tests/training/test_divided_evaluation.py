@@ -23,6 +23,7 @@ def run_in_small_batches(rank: int, arguments: Sequence[object], folder: Path, r
         run_command(rank, arguments, folder, ranks, port)
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_two_ranks_predict_and_evaluate_as_one_does(dataset: Path, tmp_path: Path) -> None:
     run = train_small(tmp_path, dataset, max_steps=5)

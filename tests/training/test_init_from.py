@@ -128,6 +128,7 @@ def check_vectors(earlier: Blueprint, old: Whole, blueprint: Blueprint, taken: W
         assert len(vectors[1].unique(dim=0)) == distinct, table.name
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "sparse",
@@ -146,6 +147,7 @@ def test_known_ids_keep_vectors_and_optimizer_states_on_one_and_on_two_ranks(
         run_on_ranks(world_size, check_taken_over, run, config)
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_the_new_run_stands_alone_resumes_and_is_gone_on_from_in_turn(
     days: Path, first_run: Path, tmp_path: Path

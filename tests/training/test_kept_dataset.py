@@ -107,6 +107,7 @@ def test_a_dataset_that_lies_in_the_run_is_left_alone(folder: Path, tmp_path: Pa
     assert Manifest.load(tmp_path / "dataset") == manifest
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_ranks_train_and_evaluate_on_a_url_as_on_the_folder(
     config: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

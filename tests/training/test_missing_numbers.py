@@ -25,6 +25,7 @@ def config(tmp_path: Path) -> Path:
     return tmp_path / "config.yaml"
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_two_ranks_give_the_losses_of_one_and_a_stop_changes_nothing(config: Path, tmp_path: Path) -> None:
     settings = ["model.dense=both", "model.soft_one_hot={value_range: [-2, 2]}", "train.batch_size=65"]

@@ -77,6 +77,7 @@ def evaluations(run: Path) -> list[dict[str, float]]:
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_two_ranks_have_the_metrics_of_one_and_a_resumed_run_is_the_same(config: Path, tmp_path: Path) -> None:
     """A run of SASRec, and of a GRU a whole run and one that goes on in the middle of its epoch."""

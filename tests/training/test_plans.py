@@ -79,6 +79,7 @@ def check_plan(folder: Path, name: str, world_size: int, said: str) -> None:
         assert f"{count} {sharding_type}" in line
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 @pytest.mark.parametrize("many", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_plan_trains_alike_on_one_rank_and_on_many(compositions: Path, tmp_path: Path, many: int) -> None:
@@ -132,6 +133,7 @@ def test_the_plan_stays(config: Path, chosen: Path, tmp_path: Path) -> None:
     assert len(losses(part)) == 8 and losses(part) == losses(chosen)
 
 
+@pytest.mark.thorough
 def test_the_plan_is_made_anew_where_the_config_asks_for_another(config: Path, chosen: Path, tmp_path: Path) -> None:
     part = stopped_at(4, chosen, tmp_path / "part")
     said = train(config, part, "plan.sharding_types=[data_parallel]", "--resume")
@@ -151,6 +153,7 @@ def test_a_plan_that_cannot_be_read_is_not_passed_over(config: Path, chosen: Pat
     assert plan_of(part) == plan_of(tmp_path / "anew")
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_the_plan_is_made_anew_on_another_number_of_ranks(config: Path, chosen: Path, tmp_path: Path) -> None:
     part = stopped_at(4, chosen, tmp_path / "part")

@@ -118,6 +118,7 @@ def fp16_run(folder: Path) -> Path:
     return train(folder, folder / "fp16-run", *SETTINGS["fp16"])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in DEFAULT else pytest.mark.slow) for name in SETTINGS]
 )
@@ -184,6 +185,7 @@ def test_a_run_in_fp16_is_not_resumed_in_float32(folder: Path, fp16_run: Path) -
         train(folder, fp16_run, *ADAGRAD, "--resume")
 
 
+@pytest.mark.thorough
 def test_fp16_runs_are_described_reported_and_exported(fp16_run: Path, tmp_path: Path) -> None:
     described = describe(load_config(fp16_run / "config.yaml")).as_json()["tables"]
     assert [table["data_type"] for table in described] == ["fp16"] * 4

@@ -68,6 +68,7 @@ def check_metrics(found: dict[str, Any], expected: dict[str, Any]) -> None:
         assert found[name] == (pytest.approx(expected[name], rel=1e-4, abs=2e-3) if is_number else expected[name]), name
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_ranks_train_and_evaluate_to_the_metrics_of_one(datasets: dict[str, Path], tmp_path: Path) -> None:
     configs = {kind: write_config(tmp_path / f"{kind}.yaml", kind, datasets) for kind in KINDS}
@@ -87,6 +88,7 @@ def test_ranks_train_and_evaluate_to_the_metrics_of_one(datasets: dict[str, Path
         check_metrics({name: found[name] for name in common}, {name: expected[name] for name in common})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_is_resumed_in_mid_epoch_and_read_by_every_command(
     kind: str, datasets: dict[str, Path], tmp_path: Path

@@ -25,6 +25,7 @@ def short(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Path:
     return train_small(tmp_path_factory.mktemp("short"), dataset, 6)
 
 
+@pytest.mark.thorough
 def test_what_cannot_change_the_weights_may_change(short: Path, dataset: Path, tmp_path: Path) -> None:
     run, place, moved = tmp_path / "run", tmp_path / "elsewhere", tmp_path / "moved"
     shutil.copytree(short, run)

@@ -40,6 +40,7 @@ def finished(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_small(tmp_path_factory.mktemp("finished"), dataset, 62, *settings)
 
 
+@pytest.mark.thorough
 def test_a_run_leaves_all_that_is_needed_to_trust_and_to_use_it(finished: Path, tmp_path: Path) -> None:
     info = json.loads((finished / "run.json").read_text())
     assert info["status"] == "finished" and info["world_size"] == 1 and info["seed"] == 0
@@ -122,6 +123,7 @@ def test_a_resumed_run_repeats_the_one_that_was_not_stopped(
             assert losses(part) == pytest.approx(losses(whole), rel=1e-4)
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_checkpoints_that_are_kept_elsewhere_are_found_by_every_command(config: Path, tmp_path: Path) -> None:
     run, place = tmp_path / "run", tmp_path / "elsewhere"
@@ -173,6 +175,7 @@ def check_interrupted(run: Path) -> None:
     assert "logloss" in call("evaluate", run)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGUSR1, signal.SIGTERM], ids=lambda by: by.name)
 def test_a_signal_leaves_a_checkpoint_to_go_on_from(
     by: signal.Signals, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -199,6 +202,7 @@ def test_a_signal_leaves_a_checkpoint_to_go_on_from(
         assert "Traceback" in noted["extraInfo"]["py_callstack"]
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_ctrl_c_stops_all_ranks_at_the_same_step(config: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
@@ -282,6 +286,7 @@ def test_what_does_not_fit_ends_with_3_on_every_rank(
     assert "The networks" not in done.stderr and Path(f"{errors}.0").exists()
 
 
+@pytest.mark.thorough
 def test_what_cannot_be_done_is_said_before_anything_is_trained(config: Path, tmp_path: Path, finished: Path) -> None:
     damaged = tmp_path / "damaged"
     shutil.copytree(finished, damaged)

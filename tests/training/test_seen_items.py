@@ -59,6 +59,7 @@ def recommended(table: Any) -> list[list[str | None]]:
     return [list(row) for row in zip(*columns, strict=True)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "exclude_seen"),
     [
@@ -121,6 +122,7 @@ def seen_in(dataset: Path, split: str, users: list[str | None], user: str) -> li
     return [item for each in own for item in (each if isinstance(each, list) else [each])]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_decision_is_kept_on_resume_and_old_runs_exclude_seen_items(
     kind: str, datasets: dict[str, Path], tmp_path: Path
@@ -148,6 +150,7 @@ def test_a_decision_is_kept_on_resume_and_old_runs_exclude_seen_items(
         assert found["exclude_seen"] is True and found["excluded_targets"] > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("exclude_seen", ["true", "false"])
 def test_a_ranking_without_its_dataset_says_that_seen_items_are_not_left_out(
     exclude_seen: str, datasets: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -35,6 +35,7 @@ def perturbed(config: Path, tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_a_resumed_run_replaces_the_same_ids_as_one_that_was_not_stopped(perturbed: Path, tmp_path: Path) -> None:
     whole, part = tmp_path / "whole", tmp_path / "part"
@@ -58,6 +59,7 @@ def check_shares(run: Path) -> None:
         assert abs(mean - P0[table]) < 5 * (P0[table] * (1 - P0[table]) / num_ids) ** 0.5
 
 
+@pytest.mark.thorough
 def test_one_rank_trains_evaluates_and_refuses_as_the_config_says(
     config: Path, perturbed: Path, tmp_path: Path
 ) -> None:

@@ -46,6 +46,7 @@ def lines(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_two_ranks_learn_from_weighted_rows_what_one_does(tmp_path: Path) -> None:
     dataset = write_weighted(tmp_path / "weighted")
@@ -77,6 +78,7 @@ def test_two_ranks_learn_from_weighted_rows_what_one_does(tmp_path: Path) -> Non
     assert found["gauc"] != found["auc"]
 
 
+@pytest.mark.thorough
 def test_equal_weights_train_what_no_weights_train(tmp_path: Path) -> None:
     plain = train(tmp_path, write_dataset(tmp_path / "plain"), "run")
     weighted = train(tmp_path, write_weighted(tmp_path / "weighted", weight=2.5), "weighted_run")
@@ -87,6 +89,7 @@ def test_equal_weights_train_what_no_weights_train(tmp_path: Path) -> None:
     assert losses(weighted) == pytest.approx(losses(plain), rel=1e-5)
 
 
+@pytest.mark.thorough
 def test_manifests_say_the_mean_weight_and_refuse_what_is_none(tmp_path: Path) -> None:
     folder = write_weighted(tmp_path / "weighted")
     manifest = Manifest.load(folder)

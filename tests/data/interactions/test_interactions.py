@@ -203,6 +203,7 @@ def lines(text: Iterator[str]) -> dict[str, list[str]]:
     return {words[0]: words[1:] for words in map(str.split, text)}
 
 
+@pytest.mark.thorough
 def test_sequences_of_beauty_are_those_of_the_file(tmp_path: Path) -> None:
     import gzip
 

@@ -98,6 +98,7 @@ WRITERS: dict[str, Callable[[Path, Columns], None]] = {
 }
 
 
+@pytest.mark.thorough
 @settings(max_examples=2, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(data=st.data(), num_rows=st.integers(1, 20))
 def test_every_file_gives_the_same_ids(data: st.DataObject, num_rows: int) -> None:

@@ -158,6 +158,7 @@ def written(folder: Path, schema: TableSchema) -> dict[str, list[dict[str, Any]]
     return splits
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("form", FORMS)
 def test_a_dataset_is_that_of_a_plain_script(form: str, tmp_path: Path) -> None:
     rows = drawn_rows(211, seed=0)
@@ -183,6 +184,7 @@ def data_files(folder: Path) -> dict[str, bytes]:
     return {name: content for name, content in folder_bytes(folder).items() if name.endswith(".parquet")}
 
 
+@pytest.mark.thorough
 def test_parts_and_several_files_are_as_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = drawn_rows(150, seed=1)
     (tmp_path / "one.csv").write_bytes(delimited(rows, ","))

@@ -156,6 +156,7 @@ COLUMNS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_before", [1, pytest.param(len(BEFORE), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("values", COLUMNS.values(), ids=COLUMNS)
 def test_a_value_does_not_depend_on_the_lines_before_it(values: dict[str, Any], num_before: int) -> None:
