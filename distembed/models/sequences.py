@@ -138,7 +138,7 @@ def _one_group(queried: QueriedRows, max_length: int) -> SequenceLayout:
     """Returns the layout with all rows in one group of ``max_length`` slots, on their device, without synchronising."""
     # as in lay_out, but every row has max_length slots, so the slots of row r begin at r * max_length
     full_lengths, num_queries, device = queried.lengths.long(), queried.num_queries.long(), queried.lengths.device
-    lengths, num_rows = full_lengths.clamp(max=max_length), len(full_lengths)
+    lengths, num_rows = full_lengths.clamp(max=max_length), full_lengths.shape[0]
     token_in_row = torch.arange(max_length, device=device)
     last_in_row = (lengths - 1).clamp(min=0).unsqueeze(1)
     first_tokens = (full_lengths.cumsum(0) - lengths).unsqueeze(1)
