@@ -8,10 +8,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from distembed.models.cross import CrossLayersV2
 from distembed.models.dcnv2_config import CrossAndDeepConfig
 from distembed.models.inputs import ModelInputs
-from distembed.models.layers import MLP, make_linear
+from distembed.models.layers import MLP, CrossLayersV2, make_linear
 from distembed.models.vectors import FeatureVectorModel
 
 

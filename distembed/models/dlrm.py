@@ -18,8 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from distembed.base.errors import UserError
 from distembed.data.dataset.schema import DENSE_FEATURES, SPARSE_FEATURES
 from distembed.models.base import Model
-from distembed.models.cross import CrossLayersV2
-from distembed.models.layers import MLP, StackFeatures
+from distembed.models.layers import MLP, CrossLayersV2, StackFeatures
 from distembed.models.soft_one_hot import SoftOneHotSum
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class LowRankCrossConfig:
-    """The settings of :class:`distembed.models.cross.CrossLayersV2` with low rank."""
+    """The settings of :class:`distembed.models.layers.CrossLayersV2` with low rank."""
 
     num_layers: Annotated[int, Field(gt=0, le=1000)] = 3
     rank: Width = 512
@@ -52,8 +52,8 @@ class DLRMConfig:
 
     def build(self, inputs: "ModelInputs") -> "Model":
         """Builds the model over all features of the dataset; missing dense numbers need soft one-hot vectors."""
-        from distembed.models.cross import CrossLayersV2
         from distembed.models.dlrm import DLRM
+        from distembed.models.layers import CrossLayersV2
         from distembed.models.soft_one_hot import SoftOneHotSum
 
         num_numbers, soft_one_hot = dense_inputs(self.dense, self.soft_one_hot, inputs)

@@ -13,11 +13,11 @@ from distembed.base.errors import UserError
 from distembed.data.dataset.schema import Schema
 from distembed.models import MODELS
 from distembed.models.config import FeatureVectorConfig, ModelConfig
-from distembed.models.cross import CrossLayersV2
 from distembed.models.dcnv2_config import DCNv2Config, GDCNConfig
 from distembed.models.deepfm_config import DeepFMConfig
 from distembed.models.din_config import DINConfig
 from distembed.models.finalmlp_config import FinalMLPConfig, StreamConfig
+from distembed.models.layers import CrossLayersV2
 from distembed.models.masknet_config import MaskNetConfig
 from distembed.models.vectors import FeatureVectorModel
 from tests.models.fake_inputs import FakeInputs, ids

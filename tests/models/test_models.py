@@ -16,10 +16,10 @@ from distembed.base.errors import UserError
 from distembed.data.dataset.schema import SCHEMAS, Schema
 from distembed.models import DCN, DLRM, MODELS, DCNConfig, DLRMConfig, SoftOneHot, SoftOneHotConfig
 from distembed.models.config import plan_values
-from distembed.models.cross import CrossLayersV2
 from distembed.models.dcn import CrossLayers
 from distembed.models.dlrm import PairwiseDots
 from distembed.models.dlrm_config import LowRankCrossConfig
+from distembed.models.layers import CrossLayersV2
 from distembed.training.config import load_config
 from tests.models.fake_inputs import FakeEmbeddings, FakeInputs, ids
 
