@@ -17,7 +17,6 @@ from distembed.models.dlrm_config import DLRMConfig
 from distembed.models.finalmlp_config import FinalMLPConfig
 from distembed.models.gru_config import GRUConfig
 from distembed.models.hstu_config import HSTUConfig
-from distembed.models.masknet_config import MaskNetConfig
 from distembed.models.mf_config import MFConfig
 from distembed.models.sasrec_config import SASRecConfig
 
@@ -38,7 +37,6 @@ MODELS: NameTable[type[ModelConfig]] = NameTable(
         "gdcn": GDCNConfig,
         "deepfm": DeepFMConfig,
         "finalmlp": FinalMLPConfig,
-        "masknet": MaskNetConfig,
         "din": DINConfig,
         "mf": MFConfig,
         "sasrec": SASRecConfig,
@@ -66,7 +64,6 @@ __all__ = [
     "MF",
     "MFConfig",
     "MODELS",
-    "MaskNetConfig",
     "Model",
     "ModelConfig",
     "ModelInputs",

@@ -1,4 +1,4 @@
-"""DCN V2, Gated DCN, DeepFM, FinalMLP and MaskNet against their papers' equations, in float64, with their gradients."""
+"""DCN V2, Gated DCN, DeepFM and FinalMLP against their papers' equations, in float64, with their gradients."""
 
 import itertools
 from collections.abc import Callable
@@ -18,7 +18,6 @@ from distembed.models.deepfm_config import DeepFMConfig
 from distembed.models.din_config import DINConfig
 from distembed.models.finalmlp_config import FinalMLPConfig, StreamConfig
 from distembed.models.layers import CrossLayersV2
-from distembed.models.masknet_config import MaskNetConfig
 from distembed.models.vectors import FeatureVectorModel
 from tests.models.fake_inputs import FakeInputs, ids
 
@@ -79,23 +78,6 @@ def final_mlp(weights: dict[str, Tensor], vectors: Tensor) -> Tensor:
     return logits
 
 
-def norm(values: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    centred = values - values.mean(-1, keepdim=True)
-    return centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * scale + shift
-
-
-def mask_net(weights: dict[str, Tensor], vectors: Tensor, serial: bool = False) -> Tensor:
-    first = norm(vectors, weights["norm_scale"], weights["norm_shift"]).flatten(1)
-    inputs, outputs = first, []
-    for block in range(2):
-        mask = perceptron(weights, f"blocks.{block}.mask", vectors.flatten(1), last_is_linear=True)
-        scale, shift = weights[f"blocks.{block}.norm.weight"], weights[f"blocks.{block}.norm.bias"]
-        hidden = norm((inputs * mask) @ weights[f"blocks.{block}.linear.weight"].T, scale, shift).clamp(min=0)
-        outputs.append(hidden)
-        inputs = hidden if serial else first
-    return perceptron(weights, "output", outputs[-1] if serial else torch.cat(outputs, 1), last_is_linear=True)[:, 0]
-
-
 CASES: dict[str, tuple[Any, Callable[..., Tensor]]] = {
     "dcnv2": (DCNv2Config(deep=[6, 5], num_cross_layers=2), parallel_cross),
     "dcnv2 low rank, stacked": (
@@ -112,11 +94,6 @@ CASES: dict[str, tuple[Any, Callable[..., Tensor]]] = {
             first=StreamConfig(sizes=[6, 4], gated_by=["b"]), second=StreamConfig(sizes=[6]), gate=[3], num_heads=2
         ),
         final_mlp,
-    ),
-    "masknet": (MaskNetConfig(blocks=[6, 4], deep=[5]), mask_net),
-    "masknet in series": (
-        MaskNetConfig(blocks=[6, 4], structure="serial", reduction=0.5),
-        lambda weights, vectors: mask_net(weights, vectors, serial=True),
     ),
 }
 

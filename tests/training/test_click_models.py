@@ -18,7 +18,6 @@ MODEL_SETTINGS = {
     "gdcn": "num_cross_layers: 2, deep: [16]",
     "deepfm": "deep: [16]",
     "finalmlp": "first: {sizes: [16], gated_by: [C1, M]}, second: {sizes: [8]}, gate: [8], num_heads: 2",
-    "masknet": "blocks: [16, 8], deep: [8]",
     "din": "attention: [8], deep: [16]",
 }
 
