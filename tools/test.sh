@@ -31,11 +31,10 @@ if [[ -d ../shared/data ]]; then
     export DISTEMBED_BEAUTY=${DISTEMBED_BEAUTY-$PWD/../shared/data}
 fi
 
+# With arguments, tests marked thorough are among the chosen ones; a later -m takes the place of this one.
 marked=()
-if [[ ${1-} == --thorough ]]; then
-    marked=(-m "not slow and not slurm")
-    shift
-fi
+(($# == 0)) || marked=(-m "not slow and not slurm")
+[[ ${1-} != --thorough ]] || shift
 
 if [[ ${1-} == --changed ]]; then
     mapfile -t touched < <(.venv/bin/python tools/changed_tests.py "${2:-main}")

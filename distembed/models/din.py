@@ -4,10 +4,11 @@ A history is a list feature that shares the table of a single-valued feature, it
 e_1 .. e_n and t of one table. The row's interest is ``sum_j a(e_j, t) e_j``, where a network computes a of ``[e_j, t,
 e_j - t, e_j * t]``, without a softmax (section 4.3). The interest, the target and the vectors of all other features go
 into a deep network. With ``history: transformer``, the interest is the last state of a causal transformer over the
-history (:mod:`distembed.models.sasrec`), as in BST (Chen et al., 2019), which finds patterns in the order of items.
+history (:mod:`distembed.models.sasrec`), which finds patterns in the order of items; unlike in BST (Chen et al., 2019)
+the target is not part of the sequence.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from jaxtyping import Float, Int
@@ -69,23 +70,28 @@ class LastState(nn.Module):
 
 
 class Interests(nn.Module):
-    """Maps the vectors of targets and histories to vectors [batch, targets + histories, dim].
+    """Maps the vectors of items and histories to vectors [batch, items + histories, dim].
 
     It is a module of its own, since TorchRec's pipeline does not trace into modules without tables.
+
+    Args:
+        items: Names of the features with one item a row, targets among them.
+        target_of: The target of each history, by name.
+        summaries: For each history, the module that makes one vector of it.
     """
 
-    def __init__(self, target_of: Mapping[str, str], summaries: Mapping[str, nn.Module]) -> None:
+    def __init__(self, items: Sequence[str], target_of: Mapping[str, str], summaries: Sequence[nn.Module]) -> None:
         super().__init__()
-        self._target_of = dict(target_of)
-        self.summaries = nn.ModuleDict(summaries)
+        self._items, self._target_of = list(items), dict(target_of)
+        self.summaries = nn.ModuleList(summaries)
 
     def forward(self, embedded: Mapping[str, JaggedTensor]) -> Float[Tensor, "batch vectors dim"]:
-        targets = {target: embedded[target].values() for target in dict.fromkeys(self._target_of.values())}
+        items = {item: embedded[item].values() for item in self._items}
         interests = [
-            self.summaries[history](embedded[history].values(), embedded[history].lengths(), targets[target])
-            for history, target in self._target_of.items()
+            summary(embedded[history].values(), embedded[history].lengths(), items[target])
+            for summary, (history, target) in zip(self.summaries, self._target_of.items(), strict=True)
         ]
-        return torch.stack([*targets.values(), *interests], dim=1)
+        return torch.stack([*items.values(), *interests], dim=1)
 
 
 class DIN(FeatureVectorModel):
@@ -99,12 +105,17 @@ class DIN(FeatureVectorModel):
             require_one_vector(inputs.tables[target])
         dim = inputs.embedding_dim
         self.item_embeddings, _ = inputs.sequence_embeddings(targets)
-        summaries: dict[str, nn.Module] = {
-            name: LastState(dim, config) if config.history == "transformer" else TargetAttention(dim, config.attention)
-            for name in target_of
-        }
-        self.interests = Interests(target_of, summaries)
-        self.vector_names = [*self.vector_names, *targets, *target_of]
+        summaries = [
+            LastState(dim, config) if config.history == "transformer" else TargetAttention(dim, config.attention)
+            for _ in target_of
+        ]
+        items = [
+            feature.name
+            for feature in inputs.schema.categorical
+            if feature.table_name in targets and feature.is_looked_up and not feature.multi_hot
+        ]
+        self.interests = Interests(items, target_of, summaries)
+        self.vector_names = [*self.vector_names, *items, *target_of]
         self.num_inputs = len(self.vector_names) * dim
         self.deep = MLP(self.num_inputs, [*config.deep, 1], last_is_linear=True, dropout=config.dropout)
 
@@ -128,7 +139,10 @@ def targets_of_histories(inputs: ModelInputs) -> dict[str, str]:
     target_of = {
         name: feature.table
         for name, feature in features.items()
-        if feature.table is not None and feature.multi_hot and not features[feature.table].multi_hot
+        if feature.table is not None
+        and feature.multi_hot
+        and feature.is_looked_up
+        and not features[feature.table].multi_hot
     }
     if not target_of:
         raise UserError(

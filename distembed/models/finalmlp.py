@@ -22,7 +22,7 @@ class Stream(nn.Module):
     """A gate and a deep network: maps vectors [batch, vectors, dim] to hidden numbers [batch, out].
 
     Args:
-        vector_names: The name of each vector.
+        features: The feature of each vector.
         dim: Dimension of a vector.
         config: The stream's settings.
         gate: Hidden sizes of the gate's network; None for no gate.
@@ -30,21 +30,20 @@ class Stream(nn.Module):
     """
 
     def __init__(
-        self, vector_names: list[str], dim: int, config: StreamConfig, gate: list[int] | None, dropout: float
+        self, features: list[str], dim: int, config: StreamConfig, gate: list[int] | None, dropout: float
     ) -> None:
         super().__init__()
-        num_inputs = len(vector_names) * dim
+        num_inputs = len(features) * dim
         self.deep = MLP(num_inputs, config.sizes, dropout=dropout)
         self.gate = self.context = None
         if gate is None:
             return
-        # a feature of which each partition gives a vector has the vectors FEATURE__p0, FEATURE__p1, ...
-        features = [name.partition("__p")[0] if name not in config.gated_by else name for name in vector_names]
         chosen = {one_of("feature that gates a stream", name, features) for name in config.gated_by}
         positions = [number for number, feature in enumerate(features) if feature in chosen]
         self.register_buffer("_chosen", torch.tensor(positions, dtype=torch.int64), persistent=False)
         if not positions:
-            self.context = nn.Parameter(torch.zeros(1, dim))
+            # not zeros, from which the ReLU of the gate's network would give no gradient
+            self.context = nn.Parameter(torch.randn(1, dim) * dim**-0.5)
         self.gate = MLP(max(1, len(positions)) * dim, [*gate, num_inputs], last_is_linear=True)
 
     def forward(self, vectors: Float[Tensor, "batch vectors dim"]) -> Float[Tensor, "batch out"]:
@@ -63,9 +62,9 @@ class FinalMLP(FeatureVectorModel):
 
     def __init__(self, inputs: ModelInputs, config: FinalMLPConfig) -> None:
         super().__init__(inputs, config.soft_one_hot)
-        names, dim = self.vector_names, inputs.embedding_dim
-        self.first = Stream(names, dim, config.first, config.gate, config.dropout)
-        self.second = Stream(names, dim, config.second, config.gate, config.dropout)
+        features, dim = self.vector_features, inputs.embedding_dim
+        self.first = Stream(features, dim, config.first, config.gate, config.dropout)
+        self.second = Stream(features, dim, config.second, config.gate, config.dropout)
         self.num_heads = config.num_heads
         first_width, second_width = config.first.sizes[-1], config.second.sizes[-1]
         self.linear = make_linear(first_width + second_width, 1)

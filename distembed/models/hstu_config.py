@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 import pydantic.dataclasses
 from pydantic import Field
 
+from distembed.base.errors import UserError
 from distembed.base.names import STRICT
 from distembed.models.config import Share, require_heads_divide
 
@@ -49,6 +50,11 @@ class HSTUConfig:
         require_heads_divide(self.num_heads, dim)
         if self.times is not None:
             one_of("model.times", self.times, inputs.schema.dense_sequences)
+            if inputs.schema.missing_dense:
+                raise UserError(
+                    f"model.times is {self.times!r}, and numbers of this dataset may be missing, between which there "
+                    "is no time: prepare the data with zeros for what is missing, or set model.times=null."
+                )
         items, has_times = item_collections(inputs, self.tied), self.times is not None
         states = PointwiseTransformer(
             dim, items.max_length, self.num_layers, self.num_heads, self.dropout, has_times=has_times

@@ -25,11 +25,13 @@ class MLP(nn.Module):
         super().__init__()
         layers: list[nn.Module] = []
         for fan_in, fan_out in zip([in_features, *sizes[:-1]], sizes, strict=True):
-            layers += [make_linear(fan_in, fan_out), nn.ReLU(inplace=True)]
-            if dropout > 0:
-                layers.append(Dropout(dropout))
-        num_after_last = (1 + (dropout > 0)) if last_is_linear else 0
-        self.layers = nn.Sequential(*layers[: len(layers) - num_after_last])
+            activation = nn.ReLU(inplace=True)
+            # one module after each linear layer, so that weights have equal names with dropout and without
+            layers += [
+                make_linear(fan_in, fan_out),
+                nn.Sequential(activation, Dropout(dropout)) if dropout > 0 else activation,
+            ]
+        self.layers = nn.Sequential(*(layers[:-1] if last_is_linear else layers))
 
     def forward(self, inputs: Float[Tensor, "batch in"]) -> Float[Tensor, "batch out"]:
         outputs: Tensor = self.layers(inputs)

@@ -29,10 +29,11 @@ class FeatureVectorModel(Model):
 
     Attributes:
         vector_names: The name of each vector, dense features first; a feature may have several vectors.
+        vector_features: The feature of each vector.
         num_inputs: Numbers of all vectors of a row.
 
     Raises:
-        UserError: There is no feature.
+        UserError: There is no categorical feature.
     """
 
     batch_fields = (DENSE_FEATURES, SPARSE_FEATURES)
@@ -42,16 +43,23 @@ class FeatureVectorModel(Model):
     ) -> None:
         super().__init__()
         dim = inputs.embedding_dim
+        if not inputs.tables:
+            raise UserError("the model needs at least one categorical feature, and the dataset has none.")
         self.embeddings: nn.Module | None = None
         names: list[str] = []
         if tables is None or tables:
             self.embeddings, names = inputs.pooled_embeddings(tables)
+        features = [
+            feature
+            for table in (inputs.tables if tables is None else tables)
+            for feature in inputs.tables[table].feature_names
+            for _ in inputs.tables[table].vector_names(feature)
+        ]
         self.stack = StackFeatures(names, dim)
         self.soft_one_hot = SoftOneHot(*soft_one_hot.arguments(inputs.num_dense, dim)) if inputs.num_dense else None
         self.vector_names = [*inputs.schema.dense, *names]
+        self.vector_features = [*inputs.schema.dense, *features]
         self.num_inputs = len(self.vector_names) * dim
-        if tables is None and not self.vector_names:
-            raise UserError("the model needs at least one dense or categorical feature; the dataset has none.")
 
     def forward(
         self, dense_features: Float[Tensor, "batch dense"], sparse_features: KeyedJaggedTensor

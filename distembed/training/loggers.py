@@ -21,6 +21,8 @@ from distembed.base.errors import UserError
 from distembed.base.files import write_json
 from distembed.base.lazy import NameTable
 
+_MOST_SECONDS = 30
+"""How long a service may take to answer."""
 _IDS = "loggers.json"
 """File in the run's folder with the ids that services know the run by, so that a resumed run goes on under its id."""
 
@@ -106,6 +108,7 @@ class WandbLogger(MetricsLogger):
             dir=str(run.folder),
             config=yaml.safe_load(run.config_yaml),
             resume="allow",
+            settings=wandb.Settings(init_timeout=_MOST_SECONDS, login_timeout=_MOST_SECONDS),
         )
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -121,6 +124,9 @@ class MLflowLogger(MetricsLogger):
     package = "mlflow"
 
     def __init__(self, run: LoggedRun) -> None:
+        # MLflow's own are minutes, in which the other ranks would wait for this one
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(_MOST_SECONDS))
         import mlflow
 
         self._metric, self._client = mlflow.entities.Metric, mlflow.MlflowClient()
@@ -166,8 +172,8 @@ class Loggers:
                 logger.log(step, numbers)
 
     def close(self, is_finished: bool) -> None:
-        """Ends all logs."""
-        for name, logger in list(self._loggers.items()):
+        """Ends all logs, TensorBoard's last, since its error ends the run."""
+        for name, logger in sorted(self._loggers.items(), key=lambda named: named[0] == "tensorboard"):
             with self._service_may_fail(name):
                 logger.close(is_finished)
 
@@ -188,8 +194,14 @@ def require_loggers(names: Sequence[str]) -> None:
     """Refuses loggers whose packages are not installed."""
     for name in names:
         package = LOGGERS[name].package
-        if package is not None and importlib.util.find_spec(package) is None:
+        if package is not None and not _is_installed(package):
             raise UserError(
                 f"train.loggers has {name!r}, and the package {package} is not installed: install it by "
                 f"`pip install 'distembed[{package}]'`, or leave {name!r} out."
             )
+
+
+def _is_installed(package: str) -> bool:
+    # a folder of that name in the working directory has a spec without an origin
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None

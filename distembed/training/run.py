@@ -72,7 +72,7 @@ def train_run(
         for line in info["kept_full"]:
             say(line)
     run_folder = RunFolder(start.folder)
-    require_loggers(config.train.loggers)
+    Collectives().on_first(lambda: require_loggers(config.train.loggers))
     trainer = Trainer(start, run_folder, ranks, console, evaluated)
     if not ranks.is_first:
         trainer.train()

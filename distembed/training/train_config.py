@@ -24,6 +24,12 @@ from distembed.tasks.reported_metrics import ReportedMetric
 from distembed.training.loggers import LOGGERS
 
 
+def _named_once(names: list[str]) -> list[str]:
+    if len(set(names)) < len(names):
+        raise ValueError(f"loggers is {names}; name each once")
+    return names
+
+
 def _known_logger(name: str) -> str:
     return one_of("loggers", name, LOGGERS)
 
@@ -71,7 +77,9 @@ class TrainConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     quantized_comms: QuantizedCommsConfig = field(default_factory=QuantizedCommsConfig)
     log_every: Count = 100
-    loggers: list[Annotated[str, AfterValidator(_known_logger)]] = field(default_factory=lambda: ["tensorboard"])
+    loggers: Annotated[list[Annotated[str, AfterValidator(_known_logger)]], AfterValidator(_named_once)] = field(
+        default_factory=lambda: ["tensorboard"]
+    )
     evaluate_every: Interval = 0
     stop_after_evaluations: Count | None = None
     min_improvement: NonNegativeNumber = 0.0

@@ -1,5 +1,7 @@
 """The inputs of a model with given vectors in the place of tables."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
@@ -19,6 +21,14 @@ class FakeEmbeddings(nn.Module):
         return KeyedTensor(self.keys, dims, torch.cat([self.vectors[key] for key in self.keys], dim=1))
 
 
+@dataclass(frozen=True)
+class _FakeTable:
+    feature_names: list[str]
+
+    def vector_names(self, feature_name: str) -> list[str]:
+        return [feature_name]
+
+
 class FakeInputs:
     """The inputs of a model, with given vectors of the features ``a``, ``b`` and ``c`` in the place of tables."""
 
@@ -26,6 +36,7 @@ class FakeInputs:
 
     def __init__(self, vectors: dict[str, Tensor], schema: Schema) -> None:
         self.embeddings, self.schema, self.num_dense = FakeEmbeddings(vectors), schema, len(schema.dense)
+        self.tables = {name: _FakeTable([name]) for name in vectors}
 
     def pooled_embeddings(self, features: None = None) -> tuple[nn.Module, list[str]]:
         return self.embeddings, list(self.embeddings.vectors)

@@ -19,6 +19,7 @@ from distembed.models.din_config import DINConfig
 DIM = 4
 SITE = CategoricalFeature("site", 6)
 ITEM, SHOP = CategoricalFeature("item", 20), CategoricalFeature("shop", 8)
+LAST = CategoricalFeature("last", 20, table="item")
 CLICKED = CategoricalFeature("clicked", 20, True, 3.0, table="item")
 BOUGHT = CategoricalFeature("bought", 20, True, 1.0, table="item")
 VISITED = CategoricalFeature("visited", 8, True, 2.0, table="shop")
@@ -56,6 +57,7 @@ IDS = {
     "site": [[1], [2], [3]],
     "item": [[4], [5], [6]],
     "shop": [[1], [0], [7]],
+    "last": [[2], [9], [0]],
     "clicked": [[4, 7, 7], [], [19]],
     "bought": [[], [], [3, 6]],
     "visited": [[2], [2, 3], []],
@@ -70,25 +72,25 @@ def network(model: nn.Module, inputs: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("table", [{}, {"partition": "quotient_remainder", "collisions": 3, "threshold": 1}])
 def test_din_equals_its_equations(table: dict[str, Any]) -> None:
-    schema = Schema(None, ("price",), (SITE, ITEM, SHOP, CLICKED, BOUGHT, VISITED))
+    schema = Schema(None, ("price",), (SITE, ITEM, SHOP, LAST, CLICKED, BOUGHT, VISITED))
     model = build(DINConfig(attention=[5], deep=[6]), schema, **table)
     prices = torch.tensor([[1.0], [2.0], [3.0]], dtype=torch.float64)
 
     def expected() -> Tensor:
-        vectors = {name: model.item_embeddings(jagged(IDS)).get(name) for name in ("item", "shop", *HISTORIES)}
+        vectors = {name: model.item_embeddings(jagged(IDS)).get(name) for name in ("item", "shop", "last", *HISTORIES)}
         logits = []
         for row in range(3):
             own = {name: list(jagged_rows(vectors[name].values(), IDS[name])[row]) for name in vectors}
             interests = []
-            for history, target in HISTORIES.items():
+            for summary, (history, target) in zip(model.interests.summaries, HISTORIES.items(), strict=True):
                 total = torch.zeros(DIM, dtype=torch.float64)
                 (t,) = own[target]
                 for e in own[history]:
-                    weight = network(model.interests.summaries[history].network, torch.cat([e, t, e - t, e * t]))
+                    weight = network(summary.network, torch.cat([e, t, e - t, e * t]))
                     total = total + weight * e
                 interests.append(total)
             others = [model.soft_one_hot(prices)[row, 0], model.embeddings(jagged(IDS))["site"][row]]
-            everything = torch.cat([*others, own["item"][0], own["shop"][0], *interests])
+            everything = torch.cat([*others, own["item"][0], own["shop"][0], own["last"][0], *interests])
             logits.append(network(model.deep, everything)[0])
         return torch.stack(logits)
 

@@ -128,6 +128,15 @@ def test_every_model_of_feature_vectors_has_a_case() -> None:
     assert tested == {kind for kind in MODELS.values() if issubclass(kind, FeatureVectorConfig)} - {DINConfig}
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_every_parameter_of_a_new_model_is_trained(case: str) -> None:
+    model = build(CASES[case][0])
+    vectors = torch.randn(64, len(NAMES), DIM, dtype=torch.float64)
+    model.logits(vectors).square().sum().backward()
+    networks = {name: own for name, own in model.named_parameters() if not name.startswith("soft_one_hot")}
+    assert [name for name, own in networks.items() if own.grad is None or not own.grad.any()] == []
+
+
 @pytest.mark.parametrize("rank", [None, 3])
 def test_cross_layers_equal_torchrecs(rank: int | None) -> None:
     theirs = CrossNet(5, 2) if rank is None else LowRankCrossNet(5, 2, rank)

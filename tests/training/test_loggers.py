@@ -22,9 +22,15 @@ def stand_in(name: str, **attributes: Any) -> Iterator[None]:
     """Puts a module with these attributes in the place of a package."""
     module = ModuleType(name)
     module.__dict__.update(attributes)
-    module.__spec__ = SimpleNamespace(name=name)  # type: ignore[assignment]
-    with mock.patch.dict(sys.modules, {name: module}):
+    module.__spec__ = SimpleNamespace(name=name, origin=f"{name}.py")  # type: ignore[assignment]
+    before = sys.modules.get(name)
+    sys.modules[name] = module
+    try:
         yield
+    finally:
+        del sys.modules[name]
+        if before is not None:
+            sys.modules[name] = before
 
 
 class Wandb:
@@ -82,7 +88,7 @@ class MLflow:
 
 def test_a_resumed_run_goes_on_under_its_id_at_weights_and_biases(config: Path, tmp_path: Path) -> None:
     run, wandb = tmp_path / "run", Wandb()
-    with stand_in("wandb", init=wandb.init):
+    with stand_in("wandb", init=wandb.init, Settings=dict):
         call("train", config, "train.loggers=[wandb]", "train.max_steps=3", "--run-dir", run)
         call("train", config, "train.loggers=[wandb]", "train.max_steps=5", "--run-dir", run, "--resume")
     first, second = wandb.started
@@ -111,6 +117,8 @@ def test_a_service_that_fails_costs_a_warning(config: Path, tmp_path: Path) -> N
 def test_loggers_that_are_not_there_are_refused(config: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"train.loggers.*'wand'.*Did you mean 'wandb'"):
         load_config(config, ["train.loggers=[wand]"])
+    with pytest.raises(UserError, match="name each once"):
+        load_config(config, ["train.loggers=[wandb,wandb]"])
     with mock.patch("importlib.util.find_spec", return_value=None), pytest.raises(UserError, match="not installed"):
         call("train", config, "train.loggers=[wandb]", "--run-dir", tmp_path / "run")
     assert not (tmp_path / "run").exists()

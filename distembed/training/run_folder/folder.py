@@ -35,7 +35,7 @@ class RunFolder:
         dataset/          the meaning of the dataset's ids (:mod:`distembed.data.dataset.kept`)
         metrics.jsonl     one object a line: kind "train" or "eval", step, values
         tensorboard/      the same metrics, unless train.loggers leaves them out
-        loggers.json      ids of the run at the services of train.loggers
+        loggers.json      ids of the run at the services of train.loggers; wandb/ has W&B's own files
         evaluation.json   the final evaluation
         checkpoints/      see :mod:`distembed.checkpoints.checkpoint`; elsewhere where train.checkpoint_dir says so
     """
@@ -102,13 +102,13 @@ class RunFolder:
                 "started": _now(),
             }
             write_json(self.path / "run.json", self._info)
-            self._loggers = Loggers(loggers, LoggedRun(self.path, config_yaml, resumed_step))
             with (
                 _quiet_threads(),
                 full_disk_explained(lambda error: _disk_is_full(self.path, error)),
                 metrics.open("a", encoding="utf-8") as self._metrics,
             ):
                 try:
+                    self._loggers = Loggers(loggers, LoggedRun(self.path, config_yaml, resumed_step))
                     yield self
                 except BaseException as error:
                     with suppress(RunError):  # run.json does not fit on a full disk; ``error`` is raised anyway
@@ -117,7 +117,8 @@ class RunFolder:
                         )
                     raise
                 finally:
-                    self._loggers.close(self._info["status"] == "finished")
+                    if self._loggers is not None:
+                        self._loggers.close(self._info["status"] == "finished")
 
     def record(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         """Adds a line of metrics to ``metrics.jsonl``, and gives its numbers to the loggers.
