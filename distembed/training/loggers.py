@@ -7,6 +7,7 @@ that cannot be reached costs a warning and never the run: ``metrics.jsonl`` has 
 import importlib.util
 import json
 import os
+import re
 import time
 import uuid
 import warnings
@@ -143,7 +144,9 @@ class MLflowLogger(MetricsLogger):
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         milliseconds = int(time.time() * 1000)
-        metrics = [self._metric(name, float(number), milliseconds, step) for name, number in numbers.items()]
+        # names of tables may have letters that MLflow refuses
+        named = {re.sub(r"[^\w/.\- :]", "_", name): float(number) for name, number in numbers.items()}
+        metrics = [self._metric(name, number, milliseconds, step) for name, number in named.items()]
         self._client.log_batch(self._id, metrics)
 
     def close(self, is_finished: bool) -> None:
