@@ -161,8 +161,8 @@ def random_state() -> dict[str, Tensor]:
 def restore_random_state(first: Tensor, saved_states: Mapping[str, Tensor], rank: int, world_size: int) -> None:
     """Sets this process's generators to the saved states, or to a new stream where a device has none.
 
-    ``first`` is the state of rank 0's CPU generator, from which new streams are seeded. ``saved_states`` are those of
-    this rank by device type; empty if the number of ranks has changed.
+    ``first`` is the state of rank 0's CPU generator, from which new streams are seeded. ``saved_states`` has the
+    states of this rank's generators by device type; it is empty if the number of ranks has changed.
     """
     digest = hashlib.sha256(first.numpy().tobytes() + f"{rank}/{world_size}".encode()).digest()
     torch.manual_seed(int.from_bytes(digest[:8], "little", signed=True))  # CUDA's too

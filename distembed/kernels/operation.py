@@ -174,8 +174,8 @@ class FusedLookup:
                 row = raw_id % 2**64 // part.digit.divisor % (part.digit.modulus or 2**64)
                 if not part.first_row <= row < part.first_row + part.num_rows:
                     return IndexError(
-                        f"id {raw_id} of feature {feature} of a fused lookup has row {row} in partition {j}, of which "
-                        f"rows {part.first_row} to {part.first_row + part.num_rows - 1} are on this rank; the id lies "
+                        f"id {raw_id} of feature {feature} of a fused lookup has row {row} in partition {j}, and this "
+                        f"rank has rows {part.first_row} to {part.first_row + part.num_rows - 1} of it; the id lies "
                         "outside of its table, or was sent to a rank that does not have its row."
                     )
         return IndexError(f"ids of feature {feature} of a fused lookup changed while it ran; give it a copy of them.")

@@ -334,7 +334,7 @@ class _Sums:
 
 @dataclass(frozen=True)
 class _Backward:
-    """One backward pass."""
+    """Runs the kernels of one backward pass."""
 
     tables: DeviceTables
     batch: TritonBatch

@@ -39,7 +39,7 @@ class DINConfig(FeatureVectorConfig):
     deep: Widths = field(default_factory=lambda: [512, 256])
 
     def build(self, inputs: "ModelInputs") -> "Model":
-        """Builds the model over all features of the dataset, at least one of which has to be a history."""
+        """Builds the model over all features of the dataset, which needs at least one history."""
         from distembed.models.din import DIN
 
         require_heads_divide(self.num_heads, inputs.embedding_dim)

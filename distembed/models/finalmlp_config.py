@@ -21,8 +21,8 @@ class StreamConfig:
 
     Attributes:
         sizes: Hidden sizes of the stream's network.
-        gated_by: Names of the features whose vectors gate the stream, for example those of the user; none for a learned
-            vector.
+        gated_by: Names of the features whose vectors gate the stream, for example ``user`` and ``age``; none for a
+            learned vector.
     """
 
     sizes: Widths = field(default_factory=lambda: [512, 256])

@@ -8,7 +8,7 @@ A layer computes, of the normalised inputs x of a row (equations 1 to 3)::
 
 where p is a learned number for each distance between places, r one for each bucket of the time between two items, and N
 is the greatest length of a row. There is no softmax: the sum grows with the number of items that match, so the state
-tells how much a user liked something, not only what they liked most.
+tells how much a user likes an item, not only that they like it more than other items.
 
 Rows are laid out in groups of similar length, see :mod:`distembed.models.sequences`. N is a constant, so that a row's
 states do not depend on its group.

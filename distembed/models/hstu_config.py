@@ -52,8 +52,8 @@ class HSTUConfig:
             one_of("model.times", self.times, inputs.schema.dense_sequences)
             if inputs.schema.missing_dense:
                 raise UserError(
-                    f"model.times is {self.times!r}, and numbers of this dataset may be missing, between which there "
-                    "is no time: prepare the data with zeros for what is missing, or set model.times=null."
+                    f"model.times is {self.times!r}, and dense numbers of this dataset may be missing: fill in "
+                    "missing times and prepare the data again, or set model.times=null."
                 )
         items, has_times = item_collections(inputs, self.tied), self.times is not None
         states = PointwiseTransformer(

@@ -28,7 +28,7 @@ from distembed.sharding.sharder import exchange_of
 
 @dataclass(frozen=True)
 class Workload:
-    """One training step."""
+    """Describes one training step to the planner: its rows, ids, networks and graphs."""
 
     batch_size: int  # rows on all ranks, B
     # mean number of ids of a row, by feature; 1 for features that are not named

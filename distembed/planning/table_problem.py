@@ -60,7 +60,7 @@ class TableProblem:
         for number, unit_number in enumerate(self.unit_by_table):
             self.tables_by_unit[unit_number].append(number)
         # Units with equal keys form a class, and share the layouts of the class's first unit, table by table:
-        #   tables a b c d, of which b and d are planned together: unit_by_table 0 1 2 1, tables_by_unit [0] [1 3] [2]
+        #   tables a b c d; b and d are planned together: unit_by_table 0 1 2 1, tables_by_unit [0] [1 3] [2]
         #   a and c have equal keys: _class_of 0 1 0, _first_of_class [0] [1 3]; c has the layouts of a
         layouts: dict[int, Sequence[Layout]] = {}
         class_of_key: dict[Hashable, int] = {}

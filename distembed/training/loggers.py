@@ -25,7 +25,7 @@ from distembed.base.lazy import NameTable
 _MOST_SECONDS = 30
 """How long a service may take to answer."""
 _IDS = "loggers.json"
-"""File in the run's folder with the ids that services know the run by, so that a resumed run goes on under its id."""
+"""File in the run's folder with the ids that services know the run by, so that a resumed run keeps its id."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class MetricsLogger(ABC):
 
     @abstractmethod
     def __init__(self, run: LoggedRun) -> None:
-        """Starts to log a run, or goes on with a resumed one."""
+        """Starts the log of a run, or continues the log of a resumed run."""
 
     @abstractmethod
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -160,7 +160,7 @@ LOGGERS: NameTable[type[MetricsLogger]] = NameTable(
 
 
 class Loggers:
-    """The loggers of a run. Those of services that fail are left out with a warning, but for TensorBoard's disk."""
+    """The loggers of a run. A service that fails is dropped with a warning; an error of TensorBoard's is raised."""
 
     def __init__(self, names: Sequence[str], run: LoggedRun) -> None:
         self._loggers: dict[str, MetricsLogger] = {}

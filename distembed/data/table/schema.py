@@ -176,7 +176,7 @@ class CategoricalColumn:
             "kind is 'quantile_bins', of which all bins are kept; leave min_count out": kind == "quantile_bins"
             and self.min_count,
             f"kind is {kind!r}, whose bins are a column's own; leave vocabulary out": is_bins and shared is not None,
-            f"{', '.join(given_names)}: those of vocabulary {shared!r} apply; leave them out": given_names
+            f"{', '.join(given_names)}: the settings of vocabulary {shared!r} apply; leave them out": given_names
             and shared is not None,
             "max_length is of lists; give a separator or is_list: true too, or leave it out": self.max_length
             and not self.holds_lists,

@@ -258,7 +258,7 @@ def find_smallest(plannable: Plannable, cluster: Cluster) -> Smallest:
             break
     if isinstance(first_plan, UserError):
         raise first_plan
-    # 2. the sizes to search: those with enough memory for the tables; without any, the largest, to report its shortage
+    # 2. search the sizes with enough memory for the tables; if there is none, the largest, to report its shortage
     all_sizes, table_bytes = range(1, gpus + max(0, MAX_RANKS // gpus - 1) + 1), plannable.table_bytes()
     sizes = [size for size in all_sizes if table_bytes <= max_table_bytes(plannable, first_plan, cluster_of(size))]
     sizes = [1] if fits(1) else sizes or [all_sizes[-1]]

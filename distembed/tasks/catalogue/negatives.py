@@ -109,7 +109,7 @@ class NegativeDraws:
         # u = 2 skips items 1 and 3: the last of them ends at 7, with a weight of 2 left over before it, so 7 - 2 = 5
         # of excluded weight are skipped.
         u = words % self._left[users].clamp(min=1)
-        # pairs of (user, excluded item) at or before u, those of earlier users included
+        # pairs of (user, excluded item) at or before u, including the pairs of earlier users
         num_pairs = torch.searchsorted(self._left_before, users * self.total + u, right=True)
         last_pair = (num_pairs - 1).clamp(min=0)
         skips_items = num_pairs > self._excluded.offsets[users]  # else the last pair is an earlier user's

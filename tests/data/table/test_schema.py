@@ -51,7 +51,7 @@ FEATURES: dict[str, Any] = {"categorical": {"site": {}}}
         ),
         (
             {"categorical": {"a": {}, "b": {"vocabulary": "a", "min_count": 2, "hash_seed": 3}}},
-            ["categorical.b", "min_count, hash_seed: those of vocabulary 'a' apply"],
+            ["categorical.b", "min_count, hash_seed: the settings of vocabulary 'a' apply"],
         ),
         ({"categorical": {"a": {}, "b": {"vocabulary": "a", "kind": "log_bins"}}}, ["categorical.b", "column's own"]),
         ({"categorical": {"x": {"max_length": 3}}}, ["categorical.x", "max_length is of lists"]),
