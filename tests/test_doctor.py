@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+import threading
 import tomllib
 from pathlib import Path
 
@@ -285,7 +286,15 @@ def test_exit_code_and_remedies_follow_from_what_is_wrong(
 
 def test_here_each_finding_that_is_wrong_has_a_remedy_and_the_trio_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     """The programs that load its members run in forks of a process that has loaded them, which takes seconds."""
-    monkeypatch.setattr(facts, "run_load_program", lambda program: LoadResult(json.loads(output_of(exec, program, {}))))
+    # Two threads may not start and join processes at once: each polls all children, and the exit code of a child is
+    # read once. The thread that comes second gets 255.
+    one_at_a_time = threading.Lock()
+
+    def run_forked(program: str) -> LoadResult:
+        with one_at_a_time:
+            return LoadResult(json.loads(output_of(exec, program, {})))
+
+    monkeypatch.setattr(facts, "run_load_program", run_forked)
     judged = findings.judge(facts.gather_facts())
     assert all(finding.remedy for finding in judged if finding.status == "wrong")
     by_subject = {finding.subject: finding for finding in judged}
