@@ -4,6 +4,6 @@
 """
 
 from distembed.data.dataset.manifest import Manifest, create_manifest
-from distembed.data.dataset.schema import SCHEMAS, CategoricalFeature, Schema
+from distembed.data.dataset.schema import SCHEMAS, CategoricalFeature, Label, Schema
 
-__all__ = ["SCHEMAS", "CategoricalFeature", "Manifest", "Schema", "create_manifest"]
+__all__ = ["SCHEMAS", "CategoricalFeature", "Label", "Manifest", "Schema", "create_manifest"]

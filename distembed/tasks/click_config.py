@@ -10,6 +10,7 @@ from distembed.base.lazy import imported
 from distembed.base.names import STRICT, nearest
 from distembed.base.units import enumerate_names
 from distembed.data.dataset.schema import Schema
+from distembed.tasks.config import require_one_label
 
 if TYPE_CHECKING:
     from distembed.tasks.base import Task
@@ -67,7 +68,8 @@ class ClickConfig:
             )
 
     def batch_schema(self, schema: Schema) -> Schema:
-        """Returns the dataset's columns; it refuses a group that is no single-valued feature."""
+        """Returns the dataset's columns; it refuses several labels, and a group that is no single-valued feature."""
+        require_one_label(self.name, schema)
         single = [feature.name for feature in schema.categorical if not feature.multi_hot]
         if self.group is not None and self.group not in single:
             is_list = self.group in schema.categorical_names

@@ -108,6 +108,16 @@ def require_no_weights(task: str, schema: Schema) -> None:
         )
 
 
+def require_one_label(task: str, schema: Schema) -> None:
+    """Refuses rows with several labels, of which the task would have to choose one."""
+    if schema.labels:
+        raise UserError(
+            f"task.name is {task!r}, which predicts one label, and the rows of this dataset have several: "
+            f"{', '.join(schema.label_names)}. Train a model of all of them by task={{name: multi}}, or make a dataset "
+            "of one of them, with `label: {column: ...}` in the schema in the place of `labels`."
+        )
+
+
 def require_below(cutoffs: list[int], num_items: int) -> None:
     """Refuses metrics of longer lists than there are items."""
     if cutoffs[-1] > num_items:

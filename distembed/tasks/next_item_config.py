@@ -12,7 +12,14 @@ from distembed.base.names import STRICT
 from distembed.base.validation import Count
 from distembed.data.dataset.schema import ITEM, ITEM_NEGATIVE, ITEM_TARGET, Schema
 from distembed.optim.config import NonNegativeNumber
-from distembed.tasks.config import Cutoffs, ExcludeSeen, require_among, require_below, require_no_weights
+from distembed.tasks.config import (
+    Cutoffs,
+    ExcludeSeen,
+    require_among,
+    require_below,
+    require_no_weights,
+    require_one_label,
+)
 from distembed.tasks.reported_metrics import ranking_metric_names
 
 if TYPE_CHECKING:
@@ -101,9 +108,11 @@ class NextItemConfig:
         """Returns the dataset's columns with lists cut to ``max_length``, and columns of targets and drawn negatives.
 
         Raises:
-            UserError: The dataset has no sequences of items, or has weights, or a cutoff exceeds its items.
+            UserError: The dataset has no sequences of items, or has weights or several labels, or a cutoff exceeds its
+                items.
         """
         require_no_weights(self.name, schema)
+        require_one_label(self.name, schema)
         items = next((feature for feature in schema.categorical if feature.name == ITEM and feature.multi_hot), None)
         if items is None:
             raise UserError(

@@ -11,7 +11,14 @@ from distembed.base.lazy import imported
 from distembed.base.names import STRICT
 from distembed.data.dataset.schema import ITEM, ITEM_NEGATIVE, USER, CategoricalFeature, Schema
 from distembed.optim.config import NonNegativeNumber
-from distembed.tasks.config import Cutoffs, ExcludeSeen, require_among, require_below, require_no_weights
+from distembed.tasks.config import (
+    Cutoffs,
+    ExcludeSeen,
+    require_among,
+    require_below,
+    require_no_weights,
+    require_one_label,
+)
 from distembed.tasks.reported_metrics import ranking_metric_names
 
 if TYPE_CHECKING:
@@ -64,10 +71,11 @@ class RankingConfig:
         """Returns the dataset's columns and the negative items, which are looked up in the table of items.
 
         Raises:
-            UserError: The dataset has no users or items, or several in a row, or weights, or a cutoff exceeds its
-                items.
+            UserError: The dataset has no users or items, or several in a row, or weights, or several labels, or a
+                cutoff exceeds its items.
         """
         require_no_weights(self.name, schema)
+        require_one_label(self.name, schema)
         features = {feature.name: feature for feature in schema.categorical}
         for name in (USER, ITEM):
             if name not in features or features[name].multi_hot:

@@ -10,6 +10,7 @@ from distembed.base.lazy import imported
 from distembed.base.names import STRICT
 from distembed.data.dataset.schema import Schema
 from distembed.optim.config import NonNegativeNumber
+from distembed.tasks.config import require_one_label
 
 if TYPE_CHECKING:
     from distembed.tasks.base import Task
@@ -48,7 +49,8 @@ class RatingConfig:
         return task
 
     def batch_schema(self, schema: Schema) -> Schema:
-        """Returns the dataset's columns; it refuses a dataset without ratings."""
+        """Returns the dataset's columns; it refuses a dataset without ratings, or with several labels."""
+        require_one_label(self.name, schema)
         if schema.label is None or schema.label_kind != "number":
             raise UserError(
                 "task.name is 'rating', and the rows of this dataset have "

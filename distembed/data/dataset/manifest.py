@@ -96,9 +96,11 @@ def check_columns(path: str, columns: pa.Schema, schema: Schema) -> None:
     missing = [name for name in schema.columns if name not in columns.names]
     if missing:
         raise UserError(f"{path} lacks the columns {', '.join(missing)}: it has {', '.join(columns.names)}")
-    numeric = [name for name in (schema.label, schema.weight, *schema.dense) if name is not None]
     # each role: column, whether it has lists, the check of its numbers' type, and the rule in words
-    roles = [(name, False, _is_numeric, "a label, weight or dense column is numeric") for name in numeric]
+    roles = [
+        (name, False, _is_numeric, "a label, weight or dense column is numeric")
+        for name in (*schema.targets, *schema.dense)
+    ]
     roles += [(name, True, _is_numeric, "a dense sequence is a list of numbers") for name in schema.dense_sequences]
     for feature in schema.categorical:
         law = f"multi_hot={feature.multi_hot} needs {'a list of integers' if feature.multi_hot else 'integer'}"
@@ -129,13 +131,23 @@ class DataFile:
 
 
 @dataclass(frozen=True)
+class LabelSummary:
+    """One of several labels in a split."""
+
+    num_rows: int  # rows that have the label
+    mean: float | None  # of the label in these rows; None without any, and where a label is not finite
+
+
+@dataclass(frozen=True)
 class Split:
     """One part of a dataset."""
 
     num_rows: int  # in all files
-    label_rate: float | None  # mean of the label; None without rows, and where a label is missing or not finite
+    # Mean of the only label; None without rows, without one label, and where a label is missing or not finite.
+    label_rate: float | None
     files: tuple[DataFile, ...]  # in the order of their rows
     mean_weight: float | None = None  # mean of the rows' weights; None without rows, and where rows have no weights
+    labels: Mapping[str, LabelSummary] | None = None  # of several labels, by name; None where rows have one or none
 
 
 @dataclass(frozen=True)
@@ -338,7 +350,29 @@ def _split_from_json(value: Mapping[str, Any]) -> Split:
     for count in (value["num_rows"], *(file.num_rows for file in files), *(file.bytes for file in files)):
         if type(count) is not int or count < 0:
             raise TypeError(f"{count!r} is no number of rows or bytes")
-    return Split(value["num_rows"], value["label_rate"], files, value.get("mean_weight"))
+    labels = value.get("labels")
+    summaries = None if labels is None else {name: LabelSummary(**label) for name, label in labels.items()}
+    return Split(value["num_rows"], value["label_rate"], files, value.get("mean_weight"), summaries)
+
+
+def summed_split(
+    schema: Schema, files: Sequence[DataFile], sums: Mapping[str, float], counts: Mapping[str, int]
+) -> Split:
+    """Returns the entry of a split, given the sums of its labels and weights, and in how many rows they are."""
+    num_rows = sum(file.num_rows for file in files)
+
+    def mean(name: str | None, count: int) -> float | None:
+        # a label may be NaN or infinite, which the reader refuses and JSON does not hold
+        return sums[name] / count if name is not None and count and math.isfinite(sums[name]) else None
+
+    labels = {name: LabelSummary(counts[name], mean(name, counts[name])) for name in schema.label_names}
+    return Split(
+        num_rows,
+        mean(schema.label, num_rows),
+        tuple(files),
+        mean(schema.weight, num_rows),
+        labels if schema.labels else None,
+    )
 
 
 CREATED_ELSEWHERE = "create_manifest"  # the ``source`` in the preparation of a manifest whose files were made elsewhere
@@ -364,10 +398,10 @@ def create_manifest(
 
 
 def _describe_split(folder: Path, schema: Schema, paths: Sequence[str | os.PathLike[str]]) -> Split:
-    """Checks the columns of a split's files and reads the label and weight, for their means; refuses bad weights."""
+    """Checks the columns of a split's files and reads labels and weights, for their means; refuses bad weights."""
     files: list[DataFile] = []
-    means: dict[str | None, float | None] = {}
-    numbers: dict[str, list[float]] = {name: [] for name in (schema.label, schema.weight) if name is not None}
+    sums: dict[str, list[float]] = {name: [] for name in schema.targets}  # of the files
+    counts = dict.fromkeys(schema.targets, 0)
     for path in paths:
         relative = _relative(folder, path)
         file = folder / relative
@@ -376,7 +410,7 @@ def _describe_split(folder: Path, schema: Schema, paths: Sequence[str | os.PathL
         try:
             parquet = pq.ParquetFile(file)
             check_columns(str(file), parquet.schema_arrow, schema)
-            for name, sums in numbers.items():
+            for name in schema.targets:
                 values = pc.cast(parquet.read(columns=[name]).column(0), pa.float64())
                 is_weight = pc.fill_null(pc.and_(pc.is_finite(values), pc.greater_equal(values, 0.0)), False)
                 if name == schema.weight and (wrong := pc.index(is_weight, False).as_py()) >= 0:
@@ -384,15 +418,14 @@ def _describe_split(folder: Path, schema: Schema, paths: Sequence[str | os.PathL
                         f"{file}, column {name!r}: the weight of row {wrong} is {values[wrong].as_py()}; weights are "
                         "finite and not negative."
                     )
-                sums.append(pc.sum(values).as_py() or 0.0)
+                if schema.labels:  # whose missing values may be NaN too
+                    values = pc.filter(values, pc.invert(pc.is_nan(values)))
+                counts[name] += len(values) - values.null_count
+                sums[name].append(pc.sum(values).as_py() or 0.0)
         except (pa.ArrowException, OSError) as error:
             raise UserError(f"{file} is not a readable Parquet file: {error}") from error
         files.append(DataFile(relative, parquet.metadata.num_rows, file.stat().st_size))
-    num_rows = sum(file.num_rows for file in files)
-    for name, sums in numbers.items():
-        # a label may be NaN or infinite, which the reader refuses and JSON does not hold
-        means[name] = sum(sums) / num_rows if num_rows and math.isfinite(sum(sums)) else None
-    return Split(num_rows, means.get(schema.label), tuple(files), means.get(schema.weight))
+    return summed_split(schema, files, {name: sum(by_file) for name, by_file in sums.items()}, counts)
 
 
 def _relative(folder: Path, path: str | os.PathLike[str]) -> str:

@@ -3,7 +3,7 @@
 A record has the ids of a row, then its numbers as float32 bits, so that gathering a random row touches two or three
 cache lines in place of one for each of forty columns::
 
-    records[row] = [ id of feature 0 | id of feature 1 | ... | dense 0 | ... | label | weight ]   int32 (or int64)
+    records[row] = [ id of feature 0 | id of feature 1 | ... | dense 0 | ... | labels | weight ]   int32 (or int64)
 
 A column of lists has the values of all rows end to end::
 
@@ -59,7 +59,7 @@ class RecordLayout:
     """Where each single-valued column stands in a record."""
 
     single: tuple[CategoricalFeature, ...]  # single-valued features, in the order of their ids in a record
-    numbers: tuple[str, ...]  # names of the columns of numbers, likewise: dense, label, weight
+    numbers: tuple[str, ...]  # names of the columns of numbers, likewise: dense, labels, weight
     has_lists: bool  # whether a row has lists, which are not in its record
     dtype: np.dtype[Any]  # int32, or int64 where the ids of a table need it
 
@@ -67,10 +67,9 @@ class RecordLayout:
     def from_schema(cls, schema: Schema) -> RecordLayout:
         single = tuple(feature for feature in schema.categorical if not feature.multi_hot)
         wide = any(feature.num_embeddings > 2**31 for feature in single)
-        targets = tuple(name for name in (schema.label, schema.weight) if name is not None)
         dtype = np.dtype(np.int64 if wide else np.int32)
         has_lists = len(single) < len(schema.categorical) or bool(schema.dense_sequences)
-        return cls(single, (*schema.dense, *targets), has_lists, dtype)
+        return cls(single, (*schema.dense, *schema.targets), has_lists, dtype)
 
     @property
     def first_float(self) -> int:

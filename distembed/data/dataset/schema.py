@@ -1,4 +1,4 @@
-"""The columns of a dataset: a label, dense numbers, categorical ids, and numbers for each id of a list.
+"""The columns of a dataset: labels, dense numbers, categorical ids, and numbers for each id of a list.
 
 Models, embedding tables and the reader share a :class:`Schema`. Single-valued features have exactly
 one id a row; multi-hot features have a list of ids a row, which may be empty::
@@ -6,6 +6,12 @@ one id a row; multi-hot features have a list of ids a row, which may be empty::
     row   C1 (single)   genres (multi_hot)
     0     17            [3, 9]
     1     4             []              an empty or null list: no ids
+
+A row has one label, or several (``labels``), of which a row may lack some: NaN in a batch::
+
+    row   click   conversion     labels of the batch [batch, 2]
+    0     1       0              1    0
+    1     0       null           0    NaN
 
 A list may also be a sequence in the order of time, beside which other lists say more of each of its entries::
 
@@ -21,7 +27,7 @@ import math
 import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from distembed.base.errors import UserError
 
@@ -77,6 +83,21 @@ LabelKind = Literal["binary", "number"]
 
 
 @dataclass(frozen=True)
+class Label:
+    """A label of a dataset with several, which a row may lack: null in a file, NaN in a batch."""
+
+    name: str  # of the column
+    kind: LabelKind = "binary"  # whether it is 0 or 1, or any finite number
+
+    def __post_init__(self) -> None:
+        _check_name("label", self.name)
+        if self.kind not in get_args(LabelKind):
+            raise UserError(
+                f"the kind of the label {self.name!r} is {self.kind!r}: give one of {', '.join(get_args(LabelKind))}"
+            )
+
+
+@dataclass(frozen=True)
 class BatchField:
     """A field of every batch: a float32 tensor ``[batch, columns]``, unless it is said to be another kind."""
 
@@ -90,7 +111,7 @@ class BatchField:
 class Schema:
     """The columns of a dataset that a model is trained on."""
 
-    label: str | None  # None where rows have no label
+    label: str | None  # None where rows have no label, or several
     dense: tuple[str, ...]  # columns of numbers
     categorical: tuple[CategoricalFeature, ...]
     dense_sequences: tuple[str, ...] = ()  # columns of lists of numbers, one for each id of the list columns
@@ -98,6 +119,7 @@ class Schema:
     missing_dense: bool = False  # whether numbers may be missing: null in a file, NaN in a batch
     weight: str | None = None  # column of the rows' weights, finite and not negative; None where all weigh 1
     time: str | None = None  # column of the rows' times (int64 seconds since 1970), which is in no batch
+    labels: tuple[Label, ...] = ()  # several labels, two or more, in the order of a batch; () where ``label`` is used
 
     def __post_init__(self) -> None:
         names = self.columns if self.time is None else (*self.columns, self.time)
@@ -106,6 +128,8 @@ class Schema:
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
             raise UserError(f"the schema names columns more than once: {', '.join(repeated)}; each has one role")
+        if self.labels:
+            self._check_labels()
         sizes = {feature.name: feature.num_embeddings for feature in self.categorical if feature.table is None}
         for feature in self.categorical:
             if sizes.get(feature.table_name) != feature.num_embeddings:
@@ -127,8 +151,8 @@ class Schema:
             BatchField(DENSE_FEATURES, self.dense),
             BatchField(SPARSE_FEATURES, self.categorical_names, is_jagged=True),
         ]
-        if self.label is not None:
-            fields.append(BatchField(LABELS, (self.label,), is_vector=True))
+        if self.all_labels:
+            fields.append(BatchField(LABELS, self.label_names, is_vector=self.label is not None))
         if self.weight is not None:
             fields.append(BatchField(WEIGHTS, (self.weight,), is_vector=True))
         if self.dense_sequences:
@@ -137,8 +161,21 @@ class Schema:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        single = tuple(name for name in (self.label, self.weight) if name is not None)
-        return (*single, *self.dense, *self.categorical_names, *self.dense_sequences)
+        return (*self.targets, *self.dense, *self.categorical_names, *self.dense_sequences)
+
+    @property
+    def all_labels(self) -> tuple[Label, ...]:
+        """The labels of a row, in the order of the batch's field: none, one, or several."""
+        return self.labels if self.label is None else (Label(self.label, self.label_kind),)
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        return tuple(label.name for label in self.all_labels)
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The columns of numbers that only training and evaluations read: the labels, then the weight."""
+        return self.label_names if self.weight is None else (*self.label_names, self.weight)
 
     @property
     def mean_list_length(self) -> float:
@@ -147,13 +184,30 @@ class Schema:
 
     def to_json(self) -> dict[str, Any]:
         features = [plain_fields(feature, *["mean_ids_per_row"] * feature.multi_hot) for feature in self.categorical]
-        return {**plain_fields(self), "categorical": features}
+        labels = {"labels": [plain_fields(label) for label in self.labels]} if self.labels else {}
+        return {**plain_fields(self), "categorical": features, **labels}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Schema:
         lists = {name: tuple(value.get(name, ())) for name in ("dense", "dense_sequences")}
         features = tuple(CategoricalFeature(**feature) for feature in value["categorical"])
-        return cls(**{**value, **lists, "categorical": features})
+        labels = tuple(Label(**label) for label in value.get("labels", ()))
+        return cls(**{**value, **lists, "categorical": features, "labels": labels})
+
+    def _check_labels(self) -> None:
+        names = ", ".join(label.name for label in self.labels)
+        if self.label is not None:
+            raise UserError(
+                f"the schema has both the label {self.label!r} and labels ({names}); leave one out: label names the "
+                "only label, labels two or more"
+            )
+        if len(self.labels) == 1:
+            raise UserError(f"labels has one label, {names!r}: give it as label and label_kind, or two or more labels")
+        if self.label_kind != "binary":
+            raise UserError(
+                f"label_kind is {self.label_kind!r} beside labels ({names}), each of which has a kind of its own; "
+                "leave label_kind out"
+            )
 
 
 def plain_fields(value: Any, *always: str) -> dict[str, Any]:

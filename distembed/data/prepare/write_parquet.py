@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from distembed.data.dataset.manifest import DataFile, Pieces, Split, file_pieces
+from distembed.data.dataset.manifest import DataFile, Pieces, Split, file_pieces, summed_split
 from distembed.data.dataset.schema import Schema
 from distembed.data.prepare.feature_ids import LookupTables, list_rows
 from distembed.data.prepare.spool import Rows, RowSplits, SpooledBlock
@@ -66,24 +66,22 @@ class WrittenFile:
 
     file: DataFile  # its entry in the manifest
     sums: dict[str, float]  # of its labels and weights, by column
+    counts: dict[str, int]  # rows that have a label or a weight, by column
     pieces: Pieces  # its pieces with their checksums
 
 
 def written_split(files: Sequence[WrittenFile], schema: Schema) -> Split:
     """Returns the manifest's entry of a split, given its files in the order of their rows."""
-    num_rows = sum(written.file.num_rows for written in files)
-
-    def mean(name: str | None) -> float | None:
-        return sum(written.sums[name] for written in files) / num_rows if name is not None and num_rows else None
-
-    return Split(num_rows, mean(schema.label), tuple(written.file for written in files), mean(schema.weight))
+    sums = {name: sum(written.sums[name] for written in files) for name in schema.targets}
+    counts = {name: sum(written.counts[name] for written in files) for name in schema.targets}
+    return summed_split(schema, [written.file for written in files], sums, counts)
 
 
 def write_file(
     path: Path, plan: FilePlan, columns: pa.Schema, groups: Iterable[pa.Table], schema: Schema
 ) -> WrittenFile:
     """Writes each table of ``groups`` as a row group, adds up labels and weights, and computes checksums of pieces."""
-    sums = {name: 0.0 for name in (schema.label, schema.weight) if name is not None}
+    sums, counts = dict.fromkeys(schema.targets, 0.0), dict.fromkeys(schema.targets, 0)
     with pq.ParquetWriter(
         path,
         columns,
@@ -92,17 +90,18 @@ def write_file(
         use_byte_stream_split=[
             f"{field.name}.list.element" if pa.types.is_list(field.type) else field.name
             for field in columns
-            if field.name != schema.label
+            if field.name not in schema.label_names
         ],
         write_statistics=False,
         write_page_checksum=True,
     ) as writer:
         for table in groups:
             for name in sums:
-                sums[name] += float(pc.sum(pc.cast(table[name], pa.float64())).as_py())
+                sums[name] += pc.sum(pc.cast(table[name], pa.float64())).as_py() or 0.0  # null if all are missing
+                counts[name] += len(table) - table[name].null_count
             writer.write_table(table, len(table))
     file = DataFile(plan.path, plan.stop - plan.start, path.stat().st_size)
-    return WrittenFile(file, sums, file_pieces(path))
+    return WrittenFile(file, sums, counts, file_pieces(path))
 
 
 # A column of a dataset's files: its name and type, and a function that reads some rows of a block.

@@ -52,14 +52,20 @@ class GroupRows:
         return self._ids(column, feature)
 
     def numbers(self, name: str) -> NDArray[np.float32]:
-        """Returns a dense, label or weight column; refuses negative weights, and binary labels other than 0 and 1."""
+        """Returns a dense, label or weight column; refuses negative weights, and binary labels other than 0 and 1.
+
+        A row may lack one of several labels, and dense numbers with ``missing_dense``: they are NaN.
+        """
         schema = self.schema
-        values = self._finite(self._column(name), name, schema.missing_dense and name in schema.dense)
+        kinds = {label.name: label.kind for label in schema.all_labels}
+        may_miss = schema.label is None if name in kinds else schema.missing_dense and name in schema.dense
+        values = self._finite(self._column(name), name, may_miss)
         if name == schema.weight:
             self._refuse(name, values, values < 0, "a weight is 0 or more")
-        if name == schema.label and schema.label_kind == "binary":
-            law = "a label is 0 or 1, unless the manifest's schema has label_kind 'number'"
-            self._refuse(name, values, (values != 0) & (values != 1), law)
+        if kinds.get(name) == "binary":
+            setting = "label_kind" if name == schema.label else "the kind"
+            law = f"a label is 0 or 1, unless the manifest's schema has {setting} 'number'"
+            self._refuse(name, values, (values != 0) & (values != 1) & ~np.isnan(values), law)
         return values
 
     def lists(self) -> dict[str, Jagged]:
@@ -110,7 +116,7 @@ class GroupRows:
 
         ``lengths`` has the number of values of each row of a list column, to name the row in an error.
         """
-        remedy = _LABEL_REMEDY if name == self.schema.label else _MISSING_REMEDY
+        remedy = _LABEL_REMEDY if name in self.schema.label_names else _MISSING_REMEDY
         if column.null_count and not may_miss:
             raise self._error(name, f"{column.null_count} values are null; {remedy}")
         if pa.types.is_boolean(column.type):
