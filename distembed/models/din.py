@@ -5,7 +5,8 @@ e_1 .. e_n and t of one table. The row's interest is ``sum_j a(e_j, t) e_j``, wh
 e_j - t, e_j * t]``, without a softmax (section 4.3). The interest, the target and the vectors of all other features go
 into a deep network. With ``history: transformer``, the interest is the last state of a causal transformer over the
 history (:mod:`distembed.models.sasrec`), which finds patterns in the order of items; unlike in BST (Chen et al., 2019)
-the target is not part of the sequence.
+the target is not part of the sequence. ``mean`` and ``sum`` pool the items without regard to the target, which takes
+the least time.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,12 +17,14 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from distembed.base.errors import UserError
+from distembed.base.names import one_of
+from distembed.data.dataset.schema import CategoricalFeature
 from distembed.embedding.share import require_one_vector
 from distembed.models.din_config import DINConfig
 from distembed.models.inputs import ModelInputs
 from distembed.models.layers import MLP
 from distembed.models.sasrec import CausalTransformer
-from distembed.models.sequences import QueriedRows
+from distembed.models.sequences import QueriedRows, last_tokens
 from distembed.models.vectors import FeatureVectorModel, join
 
 
@@ -47,14 +50,32 @@ class TargetAttention(nn.Module):
         return weighted.new_zeros(targets.shape).index_add(0, rows, weighted)
 
 
+class Pooled(nn.Module):
+    """The sum or the mean of the vectors of each row's history, zeros for an empty one."""
+
+    def __init__(self, is_mean: bool, max_length: int | None) -> None:
+        super().__init__()
+        self._is_mean, self._max_length = is_mean, max_length
+
+    def forward(
+        self,
+        history: Float[Tensor, "tokens dim"],
+        lengths: Int[Tensor, " batch"],
+        targets: Float[Tensor, "batch dim"],
+    ) -> Float[Tensor, "batch dim"]:
+        rows = torch.arange(targets.shape[0], device=lengths.device)
+        rows = rows.repeat_interleave(lengths, output_size=history.shape[0])
+        sums = history.new_zeros(targets.shape).index_add(0, rows, history)
+        # on CUDA, tokens before the last ones are zeros, and lengths count them
+        return sums / lengths.clamp(min=1, max=self._max_length).unsqueeze(1) if self._is_mean else sums
+
+
 class LastState(nn.Module):
     """The state of a causal transformer at the last item of each row's history, zeros for an empty one."""
 
-    def __init__(self, dim: int, config: DINConfig) -> None:
+    def __init__(self, dim: int, max_length: int, config: DINConfig) -> None:
         super().__init__()
-        self.transformer = CausalTransformer(
-            dim, config.history_length, config.num_blocks, config.num_heads, config.dropout
-        )
+        self.transformer = CausalTransformer(dim, max_length, config.num_blocks, config.num_heads, config.dropout)
         self._scale = dim**0.5
 
     def forward(
@@ -69,6 +90,37 @@ class LastState(nn.Module):
         return states
 
 
+class History(nn.Module):
+    """Maps the vectors of a history's items to one vector of each row.
+
+    Args:
+        feature: The history.
+        dim: Dimension of a vector.
+        config: The model's section, which has the history's kind and length.
+    """
+
+    def __init__(self, feature: CategoricalFeature, dim: int, config: DINConfig) -> None:
+        super().__init__()
+        self.name, self.target = feature.name, feature.table_name
+        kind, max_length = config.kind(feature.name), config.max_length(feature.name, feature.max_ids_per_row)
+        self.summary: nn.Module
+        if kind == "transformer":
+            assert max_length is not None, "a transformer has a greatest length"
+            self.summary = LastState(dim, max_length, config)
+        elif kind == "attention":
+            self.summary = TargetAttention(dim, config.attention)
+        else:
+            self.summary = Pooled(kind == "mean", max_length)
+        self._max_length = None if kind == "transformer" else max_length  # which leaves older tokens out itself
+
+    def forward(self, items: JaggedTensor, targets: Float[Tensor, "batch dim"]) -> Float[Tensor, "batch dim"]:
+        vectors, lengths = items.values(), items.lengths()
+        if self._max_length is not None:
+            vectors, lengths = last_tokens(vectors, lengths, self._max_length)
+        summary: Tensor = self.summary(vectors, lengths, targets)
+        return summary
+
+
 class Interests(nn.Module):
     """Maps the vectors of items and histories to vectors [batch, items + histories, dim].
 
@@ -76,20 +128,20 @@ class Interests(nn.Module):
 
     Args:
         items: Names of the features with one item a row, targets among them.
-        target_of: The target of each history, by name.
-        summaries: For each history, the module that makes one vector of it.
+        histories: A module for each history.
     """
 
-    def __init__(self, items: Sequence[str], target_of: Mapping[str, str], summaries: Sequence[nn.Module]) -> None:
+    def __init__(self, items: Sequence[str], histories: Sequence[History]) -> None:
         super().__init__()
-        self._items, self._target_of = list(items), dict(target_of)
-        self.summaries = nn.ModuleList(summaries)
+        self._items = list(items)
+        self._names = [(history.name, history.target) for history in histories]
+        self.histories = nn.ModuleList(histories)
 
     def forward(self, embedded: Mapping[str, JaggedTensor]) -> Float[Tensor, "batch vectors dim"]:
         items = {item: embedded[item].values() for item in self._items}
         interests = [
-            summary(embedded[history].values(), embedded[history].lengths(), items[target])
-            for summary, (history, target) in zip(self.summaries, self._target_of.items(), strict=True)
+            history(embedded[name], items[target])
+            for history, (name, target) in zip(self.histories, self._names, strict=True)
         ]
         return torch.stack([*items.values(), *interests], dim=1)
 
@@ -98,24 +150,23 @@ class DIN(FeatureVectorModel):
     """A deep network over the vectors of all features, in which histories are summed by the row's target."""
 
     def __init__(self, inputs: ModelInputs, config: DINConfig) -> None:
-        target_of = targets_of_histories(inputs)
-        targets = list(dict.fromkeys(target_of.values()))
+        found = find_histories(inputs)
+        for setting, value in (("history", config.history), ("history_length", config.history_length)):
+            for name in value if isinstance(value, dict) else ():
+                one_of(f"a history of model.{setting}", name, [feature.name for feature in found])
+        targets = list(dict.fromkeys(feature.table_name for feature in found))
         super().__init__(inputs, config.soft_one_hot, [name for name in inputs.tables if name not in targets])
         for target in targets:
             require_one_vector(inputs.tables[target])
         dim = inputs.embedding_dim
         self.item_embeddings, _ = inputs.sequence_embeddings(targets)
-        summaries = [
-            LastState(dim, config) if config.history == "transformer" else TargetAttention(dim, config.attention)
-            for _ in target_of
-        ]
         items = [
             feature.name
             for feature in inputs.schema.categorical
             if feature.table_name in targets and feature.is_looked_up and not feature.multi_hot
         ]
-        self.interests = Interests(items, target_of, summaries)
-        self.vector_names = [*self.vector_names, *items, *target_of]
+        self.interests = Interests(items, [History(feature, dim, config) for feature in found])
+        self.vector_names = [*self.vector_names, *items, *(feature.name for feature in found)]
         self.num_inputs = len(self.vector_names) * dim
         self.deep = MLP(self.num_inputs, [*config.deep, 1], last_is_linear=True, dropout=config.dropout)
 
@@ -129,25 +180,25 @@ class DIN(FeatureVectorModel):
         return self.deep(vectors.flatten(1)).squeeze(1)
 
 
-def targets_of_histories(inputs: ModelInputs) -> dict[str, str]:
-    """Returns the target of each history: the single-valued feature with the table that the list feature shares.
+def find_histories(inputs: ModelInputs) -> list[CategoricalFeature]:
+    """Returns the histories: the list features that share the table of a single-valued feature, their target.
 
     Raises:
         UserError: There is no history.
     """
     features = {feature.name: feature for feature in inputs.schema.categorical}
-    target_of = {
-        name: feature.table
-        for name, feature in features.items()
+    histories = [
+        feature
+        for feature in features.values()
         if feature.table is not None
         and feature.multi_hot
         and feature.is_looked_up
         and not features[feature.table].multi_hot
-    }
-    if not target_of:
+    ]
+    if not histories:
         raise UserError(
             "model.name is 'din', which weighs the items of a history by the row's item, and no list feature of this "
             "dataset shares the table of a single-valued one: prepare it with `vocabulary: ITEM` in the history's "
             "column of the schema, or use another model, such as dcnv2."
         )
-    return target_of
+    return histories

@@ -15,28 +15,48 @@ if TYPE_CHECKING:
     from distembed.models.inputs import ModelInputs
 
 
+HistoryKind = Literal["attention", "transformer", "mean", "sum"]
+_Length = Annotated[int, Field(gt=0, le=10_000)]
+_DEFAULT_LENGTH = 50
+"""Most items that a transformer takes where neither the config nor the dataset has a limit."""
+
+
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class DINConfig(FeatureVectorConfig):
-    """The section of :class:`distembed.models.din.DIN`; dropout is in the deep network and in the transformer.
+    """The section of :class:`distembed.models.din.DIN`; dropout is in the deep network and in transformers.
+
+    ``history`` and ``history_length`` have one value for all histories, or a value for each by its name, for example
+    ``history_length: {clicked: 50, bought: 20}``.
 
     Attributes:
         name: The model's name, ``din``.
-        history: How the items of a history become one vector: ``attention``, weighted by the row's item, or
-            ``transformer``, the last state of a causal transformer.
+        history: How the items of a history become one vector: ``attention``, weighted by the row's item (also of the
+            histories that a mapping leaves out); ``transformer``, the last state of a causal transformer; ``mean``;
+            or ``sum``.
         attention: Hidden sizes of the network that weighs an item of the history.
-        history_length: Most items of a history that the transformer takes, the last ones.
-        num_blocks: Number of blocks of the transformer.
-        num_heads: Number of heads of the transformer, each of an equal part of a vector.
+        history_length: Most items of a history that are used, the last ones; null for all items. A transformer then
+            takes as many items as ``max_length`` of the table's schema, or 50.
+        num_blocks: Number of blocks of a transformer.
+        num_heads: Number of heads of a transformer, each of an equal part of a vector.
         deep: Hidden sizes of the deep network.
     """
 
     name: Literal["din"] = "din"
-    history: Literal["attention", "transformer"] = "attention"
+    history: HistoryKind | dict[str, HistoryKind] = "attention"
     attention: Widths = field(default_factory=lambda: [64, 32])
-    history_length: Annotated[int, Field(gt=0, le=10_000)] = 50
+    history_length: _Length | dict[str, _Length] | None = None
     num_blocks: Annotated[int, Field(gt=0, le=1000)] = 1
     num_heads: Annotated[int, Field(gt=0, le=1000)] = 1
     deep: Widths = field(default_factory=lambda: [512, 256])
+
+    def kind(self, history: str) -> HistoryKind:
+        """Returns how the items of a history become one vector."""
+        return self.history.get(history, "attention") if isinstance(self.history, dict) else self.history
+
+    def max_length(self, history: str, max_ids_per_row: int | None) -> int | None:
+        """Returns the most items of a history that are used, given the dataset's limit; None for all items."""
+        own = self.history_length.get(history) if isinstance(self.history_length, dict) else self.history_length
+        return own or (max_ids_per_row or _DEFAULT_LENGTH if self.kind(history) == "transformer" else None)
 
     def build(self, inputs: "ModelInputs") -> "Model":
         """Builds the model over all features of the dataset, which needs at least one history."""

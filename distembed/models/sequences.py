@@ -14,6 +14,9 @@ The shapes: ``tokens`` are the entries of all rows, end to end; ``slots`` are to
 places at which a state is asked for.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,9 +87,27 @@ class _Rows:
         return rows, np.arange(len(rows)) - (np.cumsum(self.num_queries) - self.lengths)[rows]
 
 
+_AS_ON_CUDA = ContextVar("as_on_cuda", default=False)
+
+
+@contextmanager
+def as_on_cuda() -> Iterator[None]:
+    """Lays rows out as on CUDA within the block, without reading lengths, to estimate a step's memory there."""
+    token = _AS_ON_CUDA.set(True)
+    try:
+        yield
+    finally:
+        _AS_ON_CUDA.reset(token)
+
+
+def _may_read(lengths: Tensor) -> bool:
+    """Returns whether values of lengths may decide shapes: on a CPU, and not in a program for any lengths."""
+    return lengths.device.type == "cpu" and not torch.compiler.is_exporting() and not _AS_ON_CUDA.get()
+
+
 def lay_out(queried: QueriedRows, max_length: int) -> SequenceLayout:
     """Returns the layout of a batch's rows; tokens older than the last ``max_length`` are left out."""
-    if queried.lengths.device.type != "cpu" or torch.compiler.is_exporting():
+    if not _may_read(queried.lengths):
         return _one_group(queried, max_length)
     # Rows go from the longest to the shortest, so a group is a run of rows, each as wide as the group's longest row.
     # Rows a b c of 1, 3, 2 tokens in one group (- is padding, which repeats the row's last token):
@@ -205,6 +226,25 @@ def take_tokens(tokens: Float[Tensor, "tokens dim"], chosen: Int64[Tensor, " slo
     is_padded = torch.compiler.is_exporting() or len(tokens) == 0  # a program is made for any number of tokens
     padded = torch.cat([tokens, tokens.new_zeros(1, tokens.shape[1])]) if is_padded else tokens
     return padded.index_select(0, chosen)
+
+
+def last_tokens(
+    tokens: Float[Tensor, "tokens dim"], lengths: Int[Tensor, " rows"], max_length: int
+) -> tuple[Float[Tensor, "left dim"], Int[Tensor, " rows"]]:
+    """Returns the last ``max_length`` tokens of each row, and the number of tokens of each row.
+
+    On a CPU, older tokens are left out. Elsewhere their vectors become zeros, since leaving them out would wait for the
+    device to tell how many tokens are left.
+    """
+    if _may_read(lengths):
+        full_lengths = lengths.numpy().astype(np.int64)
+        left = np.minimum(full_lengths, max_length)
+        # tokens left out before row r: a shift from the token's new index to its old one
+        shift = np.repeat(np.cumsum(full_lengths - left), left)
+        return tokens.index_select(0, torch.from_numpy(np.arange(len(shift)) + shift)), lengths.clamp(max=max_length)
+    ends = lengths.cumsum(0).repeat_interleave(lengths, output_size=tokens.shape[0])
+    ages = ends - torch.arange(1, tokens.shape[0] + 1, device=tokens.device)
+    return tokens * (ages < max_length).unsqueeze(1), lengths
 
 
 def take_queries(slots: Float[Tensor, "slots dim"], queries: Int64[Tensor, " queries"]) -> Float[Tensor, "queries dim"]:

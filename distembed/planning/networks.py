@@ -8,6 +8,7 @@ import copy
 import math
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -30,6 +31,7 @@ from distembed.embedding import CompositionalEmbeddingConfig
 from distembed.embedding.collections import embedding_modules, table_configs
 from distembed.embedding.share import ReadChunk, ShareIds, TableShare
 from distembed.models import Model, ModelConfig, ModelInputs
+from distembed.models.sequences import as_on_cuda
 from distembed.optim.kinds import OPTIMIZERS
 from distembed.planning.fake_batches import MOST_KNOWN, KnownIntegers, batch_of_shapes, leaves, tensors, typical_batch
 from distembed.sharding.groups.load import FLOAT_BYTES
@@ -221,7 +223,8 @@ def estimate_network(
         model = _build_networks(model_config, inputs, scan)
 
         def run() -> int:
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
+            layout = as_on_cuda() if pads_lists else nullcontext()
+            with layout, torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
                 outputs = model(*[batch[name] for name in model.batch_fields])
             loss, rows = task.step(outputs, batch)
             output_bytes = sum(output.nbytes for output in rows.values())

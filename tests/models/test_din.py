@@ -1,6 +1,7 @@
 """DIN against its equations, written out row by row in float64, with gradients; histories found in the schema."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from distembed.embedding.settings import EmbeddingConfig, TableConfig
 from distembed.models import ModelInputs
 from distembed.models.din import DIN
 from distembed.models.din_config import DINConfig
+from distembed.models.sequences import as_on_cuda
 
 DIM = 4
 SITE = CategoricalFeature("site", 6)
@@ -64,6 +66,10 @@ IDS = {
 }
 
 
+def summaries(model: DIN) -> list[nn.Module]:
+    return [history.summary for history in model.interests.histories]
+
+
 def network(model: nn.Module, inputs: Tensor) -> Tensor:
     for layer in model.layers:
         inputs = layer(inputs)
@@ -82,7 +88,7 @@ def test_din_equals_its_equations(table: dict[str, Any]) -> None:
         for row in range(3):
             own = {name: list(jagged_rows(vectors[name].values(), IDS[name])[row]) for name in vectors}
             interests = []
-            for summary, (history, target) in zip(model.interests.summaries, HISTORIES.items(), strict=True):
+            for summary, (history, target) in zip(summaries(model), HISTORIES.items(), strict=True):
                 total = torch.zeros(DIM, dtype=torch.float64)
                 (t,) = own[target]
                 for e in own[history]:
@@ -94,7 +100,10 @@ def test_din_equals_its_equations(table: dict[str, Any]) -> None:
             logits.append(network(model.deep, everything)[0])
         return torch.stack(logits)
 
-    found, wanted = model(prices, jagged(IDS)), expected()
+    assert_equal_with_gradients(model, model(prices, jagged(IDS)), expected())
+
+
+def assert_equal_with_gradients(model: nn.Module, found: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(found, wanted)
     weights, leaves = torch.randn_like(found), list(model.parameters())
     gradients = torch.autograd.grad(found, leaves, weights, allow_unused=True)
@@ -108,6 +117,55 @@ def jagged_rows(values: Tensor, rows: list[list[int]]) -> tuple[Tensor, ...]:
     return values.split([len(row) for row in rows])
 
 
+@pytest.mark.parametrize("on_cuda", [False, True])
+def test_histories_have_kinds_and_lengths_of_their_own(on_cuda: bool) -> None:
+    histories = [CategoricalFeature(name, 20, True, 3.0, table="item") for name in ("seen", "liked", "bought", "read")]
+    config = DINConfig(
+        history={"liked": "mean", "bought": "sum", "read": "transformer"},
+        history_length={"seen": 2, "liked": 3, "bought": 1},
+        attention=[5],
+        deep=[6],
+    )
+    model = build(config, Schema(None, (), (ITEM, *histories))).eval()
+    ids = {"item": [[4], [5], [6]]} | dict.fromkeys(("seen", "liked", "bought", "read"), [[4, 7, 7, 1, 2], [], [19, 3]])
+
+    def expected() -> Tensor:
+        vectors = {name: model.item_embeddings(jagged(ids)).get(name).values() for name in ids}
+        logits = []
+        for row in range(3):
+            own = {name: jagged_rows(vectors[name], ids[name])[row] for name in ids}
+            t = own["item"][0]
+            attention, _, _, last_state = summaries(model)
+            seen = torch.zeros(DIM, dtype=torch.float64)
+            for e in own["seen"][-2:]:
+                seen = seen + network(attention.network, torch.cat([e, t, e - t, e * t])) * e
+            liked = own["liked"][-3:].mean(0) if len(own["liked"]) else torch.zeros(DIM, dtype=torch.float64)
+            lengths = torch.tensor([len(own["read"])])
+            read = last_state(own["read"], lengths, t.unsqueeze(0))[0]
+            logits.append(network(model.deep, torch.cat([t, seen, liked, own["bought"][-1:].sum(0), read]))[0])
+        return torch.stack(logits)
+
+    with as_on_cuda() if on_cuda else nullcontext():
+        found = model(torch.empty(3, 0), jagged(ids))
+    assert_equal_with_gradients(model, found, expected())
+
+
+def test_a_transformer_is_as_long_as_the_config_the_dataset_or_fifty() -> None:
+    short = CategoricalFeature("short", 20, True, 3.0, table="item", max_ids_per_row=7)
+    for length, sizes in ((None, [50, 7]), (9, [9, 9]), ({"short": 3}, [50, 3])):
+        model = build(
+            DINConfig(history="transformer", history_length=length, deep=[6]), Schema(None, (), (ITEM, CLICKED, short))
+        )
+        assert [len(summary.transformer.positions) for summary in summaries(model)] == sizes
+
+
+@pytest.mark.parametrize("setting", ["history", "history_length"])
+def test_settings_of_unknown_histories_are_refused(setting: str) -> None:
+    config = DINConfig(**{setting: {"click": "mean" if setting == "history" else 3}})
+    with pytest.raises(UserError, match=f"history of model.{setting} is 'click'.*Did you mean 'clicked'"):
+        build(config, Schema(None, (), (ITEM, CLICKED)))
+
+
 def test_a_transformer_takes_the_last_items_in_their_order() -> None:
     schema = Schema(None, (), (ITEM, CLICKED))
     model = build(DINConfig(history="transformer", history_length=2, num_heads=2, deep=[6]), schema).eval()
@@ -118,7 +176,7 @@ def test_a_transformer_takes_the_last_items_in_their_order() -> None:
     assert not torch.isclose(swapped[0], found[0])
 
 
-@pytest.mark.parametrize("history", ["attention", "transformer"])
+@pytest.mark.parametrize("history", ["attention", "transformer", "mean"])
 def test_batches_without_rows_or_histories_go_forward_and_back(history: Any) -> None:
     model = build(DINConfig(history=history, deep=[6]), Schema(None, (), (ITEM, CLICKED)))
     for num_rows in (0, 2):

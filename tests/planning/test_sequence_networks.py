@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,10 +15,10 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from distembed.data.dataset.schema import CategoricalFeature, Schema
 from distembed.embedding import EmbeddingConfig, TableConfig
-from distembed.models import ModelInputs, SASRecConfig
+from distembed.models import DINConfig, ModelInputs, SASRecConfig
 from distembed.planning.fake_batches import KnownIntegers, typical_batch, typical_lengths
 from distembed.planning.networks import estimate_network, measure_step
-from distembed.tasks import NextItemConfig, batch_schema
+from distembed.tasks import ClickConfig, NextItemConfig, batch_schema
 
 DIM = 8
 SCHEMA = Schema(
@@ -123,6 +124,26 @@ def test_a_typical_batch_has_ids_of_every_table_and_numbers_beside_lists_a_fifth
     padded = typical_batch(dataclasses.replace(SCHEMA, categorical=CUT), 8, pads_lists=True)
     assert padded["sparse_features"].length_per_key() == [8, 80, 60, 120]
     assert padded["dense_sequences"].length_per_key() == [80]
+
+
+@pytest.mark.thorough
+def test_histories_are_counted_up_to_their_length_limit_and_padded_to_it_on_cuda() -> None:
+    history = CategoricalFeature("clicked", 40, True, 10.0, table="item")
+    inputs = ModelInputs.from_config(
+        Schema("label", (), (CategoricalFeature("item", 40), history)), EmbeddingConfig(TableConfig(embedding_dim=16))
+    )
+
+    def flops(kind: Any, length: int, pads_lists: bool) -> int:
+        config = DINConfig(history=kind, history_length={"clicked": length}, deep=[8])
+        estimate = estimate_network(config, inputs, ClickConfig().build(), 32, "adam", False, 1, pads_lists)
+        assert estimate.is_step_known and estimate.peak > 0
+        return estimate.flops
+
+    assert flops("attention", 100, False) > 1.5 * flops("attention", 5, False)
+    # lengths are not read on CUDA: older items become zeros, and a transformer's rows have the greatest length
+    assert flops("attention", 100, True) == flops("attention", 5, True)
+    assert flops("transformer", 100, False) < 1.5 * flops("transformer", 13, False)
+    assert flops("transformer", 100, True) > 6 * flops("transformer", 13, True)
 
 
 @pytest.mark.thorough
