@@ -143,9 +143,16 @@ def batch(number: int, start: int, stop: int) -> KeyedJaggedTensor:
     )
 
 
-def build(layout: str, optimizer: str, dense: str = "adam", dim: int = DIM, data_type: DataType = "FP32") -> Trained:
+def build(
+    layout: str,
+    optimizer: str,
+    dense: str | DenseOptimizerConfig = "adam",
+    dim: int = DIM,
+    data_type: DataType = "FP32",
+) -> Trained:
     """The model of one collection with its first weights; all ranks call it."""
     if layout == "plain":
+        assert isinstance(dense, str)
         return _build_plain(optimizer, dense, dim)
     return shard(Head("meta", dim, data_type), layout, optimizer, dense)
 
@@ -182,7 +189,7 @@ def scatter_columns(plan: ShardingPlan) -> None:
             )
 
 
-def shard(model: nn.Module, layout: str, optimizer: str, dense: str = "adam") -> Trained:
+def shard(model: nn.Module, layout: str, optimizer: str, dense: str | DenseOptimizerConfig = "adam") -> Trained:
     """Places all tables of a model alike; all ranks call it.
 
     Args:
@@ -218,7 +225,7 @@ def shard(model: nn.Module, layout: str, optimizer: str, dense: str = "adam") ->
             placed.compute_kernel = "dense"
     env = ShardingEnv.from_process_group(dist.group.WORLD)
     sharded = DistributedModelParallel(model, env=env, device=cpu, plan=plan, sharders=sharders)
-    config = DenseOptimizerConfig(name=dense, learning_rate=RATE)
+    config = DenseOptimizerConfig(name=dense, learning_rate=RATE) if isinstance(dense, str) else dense
     optimizers = Optimizers(sharded, config, sparse, num_steps=10)
     return Trained(sharded, optimizers.combined, True, optimizers.set_learning_rates)
 

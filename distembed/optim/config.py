@@ -55,6 +55,15 @@ class ScheduleConfig:
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
+class WeightDecayGroupConfig:
+    """Parameters of the dense optimizer that have a weight decay of their own."""
+
+    # pattern of parameters' paths in the model, in the syntax of Python's fnmatch: ``*.bias``, ``deep.*``
+    pattern: Annotated[str, Field(min_length=1)]
+    weight_decay: NonNegativeNumber
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class DenseOptimizerConfig:
     """Optimizer of everything but the embedding tables."""
 
@@ -63,9 +72,13 @@ class DenseOptimizerConfig:
     name: Annotated[str, AfterValidator(_dense_name)] = "adagrad"
     learning_rate: PositiveNumber = 0.02  # the rate at the end of the warm-up
     weight_decay: NonNegativeNumber = 0.0  # decay of the weights, decoupled for ``adamw``, an L2 penalty for the others
+    # groups of parameters with other decays; a parameter is in the first group whose pattern matches its path, and has
+    # ``weight_decay`` where none does
+    weight_decay_groups: list[WeightDecayGroupConfig] = field(default_factory=list)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)  # the learning rate over the steps
     # largest norm of the gradients of all networks together, which larger gradients are scaled to; null for no limit.
-    # Path functions and tables in which all rows have gradients are not counted: each rank has only some of them.
+    # Path functions are not counted, and neither are tables in which all rows have gradients, of which each rank has
+    # some rows only.
     clip_norm: PositiveNumber | None = None
 
 

@@ -120,26 +120,29 @@ class OptimizerKind:
     def _num_states(self, per: NumberPer) -> int:
         return list(self.states.values()).count(per)
 
-    def make(self, parameters: "Iterable[nn.Parameter]", **settings: Any) -> "torch.optim.Optimizer":
+    def make(
+        self, parameters: "Iterable[nn.Parameter] | Iterable[dict[str, Any]]", **settings: Any
+    ) -> "torch.optim.Optimizer":
         """Makes torch's optimizer of this kind, in torch's fused form where it has one for the parameters' devices.
 
         Weights of half precision are trained in float32 and rounded, and their states are float32.
 
         Args:
-            parameters: The parameters to train.
+            parameters: The parameters to train, or torch's groups of them, which may have settings of their own.
             settings: ``lr`` and, where the kind has them, ``weight_decay``, ``eps`` or ``betas``.
         """
         from distembed.optim.float_copies import is_half, train_in_float32
 
         make: Any = imported(self.torch_class)
         assert make is not None
-        parameters = list(parameters)
-        is_real = bool(parameters) and not any(parameter.is_meta for parameter in parameters)
-        has_fused = is_real and all(_has_fused_form(make, parameter.device.type) for parameter in parameters)
+        given: list[Any] = list(parameters)
+        members = [member for each in given for member in (each["params"] if isinstance(each, dict) else [each])]
+        is_real = bool(members) and not any(member.is_meta for member in members)
+        has_fused = is_real and all(_has_fused_form(make, member.device.type) for member in members)
         optimizer: torch.optim.Optimizer = make(
-            parameters, **self.settings, **({"fused": True} if has_fused else {}), **settings
+            given, **self.settings, **({"fused": True} if has_fused else {}), **settings
         )
-        if any(map(is_half, parameters)):
+        if any(map(is_half, members)):
             train_in_float32(optimizer)
         return optimizer
 

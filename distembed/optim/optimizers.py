@@ -12,6 +12,7 @@ rows all have gradients.
 
 import math
 from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from distembed.base.errors import UserError
 from distembed.base.lazy import imported
+from distembed.base.names import nearest
+from distembed.base.units import enumerate_names
 from distembed.embedding.tables import CompositionalTables
 from distembed.optim.config import DenseOptimizerConfig, ScheduleConfig, SparseOptimizerConfig
 from distembed.optim.kinds import OPTIMIZERS, sparse_names
@@ -83,12 +86,24 @@ def _sparse_optimizer(tables: Mapping[str, Tensor], config: SparseOptimizerConfi
 def _dense_optimizers(
     parameters: Mapping[str, Tensor], networks: set[str], config: DenseOptimizerConfig
 ) -> list[KeyedOptimizer]:
-    """Makes the optimizers of everything but vectors: one, or two where the gradients of networks alone are clipped."""
-    kind, settings = OPTIMIZERS[config.name], {"lr": config.learning_rate, "weight_decay": config.weight_decay}
+    """Makes the optimizers of everything but vectors: one, or two where the gradients of networks alone are clipped.
+
+    ``parameters`` may be empty tensors, of tables that lie on other ranks; these are trained there.
+    """
+    kind, decays = OPTIMIZERS[config.name], weight_decays(parameters, config)
+    parameters = {name: parameter for name, parameter in parameters.items() if parameter.numel()}
 
     def make(names: Iterable[str]) -> KeyedOptimizer:
+        trained = {name: parameters[name] for name in names}
+        groups = [
+            {
+                "params": [parameter for name, parameter in trained.items() if decays[name] == decay],
+                "weight_decay": decay,
+            }
+            for decay in dict.fromkeys(decays[name] for name in trained)
+        ]
         return KeyedOptimizerWrapper(
-            {name: parameters[name] for name in names}, lambda params: kind.make(params, **settings)
+            trained, lambda _: kind.make(groups, lr=config.learning_rate, weight_decay=config.weight_decay)
         )
 
     if config.clip_norm is None:
@@ -101,6 +116,38 @@ def _dense_optimizers(
     if clipped:
         optimizers.append(GradientClippingOptimizer(make(clipped), norm, max_gradient=config.clip_norm))
     return [*optimizers, make(unclipped)] if unclipped else optimizers
+
+
+def weight_decays(names: Iterable[str], config: DenseOptimizerConfig) -> dict[str, float]:
+    """Returns the weight decay of each parameter: that of the first group whose pattern matches its path.
+
+    Args:
+        names: Names of all parameters of the dense optimizer, with or without the prefix ``model.`` of a trained model.
+        config: The dense optimizer.
+
+    Raises:
+        UserError: A pattern matches no parameter, or only parameters of earlier groups.
+    """
+    paths = {name: name.removeprefix("model.") for name in names}
+    decays: dict[str, float] = {}
+    for index, group in enumerate(config.weight_decay_groups):
+        matching = [name for name, path in paths.items() if fnmatchcase(path, group.pattern)]
+        members = [name for name in matching if name not in decays]
+        if not members:
+            raise UserError(_without_members(index, group.pattern, bool(matching), paths.values()))
+        decays |= dict.fromkeys(members, group.weight_decay)
+    return {name: decays.get(name, config.weight_decay) for name in paths}
+
+
+def _without_members(index: int, pattern: str, are_taken: bool, paths: Iterable[str]) -> str:
+    """Returns the error text of a group of weight decay that has no parameters."""
+    where = f"train.dense_optimizer.weight_decay_groups[{index}].pattern is {pattern!r}, which matches"
+    if are_taken:
+        return f"{where} only parameters that earlier groups match; put it before them, or leave it out."
+    paths = list(paths)
+    guess = nearest(pattern, paths)
+    hint = f" Did you mean {guess!r}?" if guess else ""
+    return f"{where} no parameter of the dense optimizer.{hint} Parameters: {enumerate_names(paths)}."
 
 
 class Optimizers:
@@ -125,15 +172,11 @@ class Optimizers:
         sparse: SparseOptimizerConfig,
         num_steps: int,
     ) -> None:
-        # a rank that owns nothing of a table has an empty parameter for it
-        parameters = {
-            name: parameter
-            for name, parameter in in_backward_optimizer_filter(model.named_parameters())
-            if parameter.numel()
-        }
+        parameters = dict(in_backward_optimizer_filter(model.named_parameters()))
         vectors = {id(parameter) for parameter in table_parameters(model)}
-        tables = {name: parameter for name, parameter in parameters.items() if id(parameter) in vectors}
-        others = {name: parameter for name, parameter in parameters.items() if name not in tables}
+        others = {name: parameter for name, parameter in parameters.items() if id(parameter) not in vectors}
+        # a rank that owns nothing of a table has an empty parameter for it
+        tables = {name: own for name, own in parameters.items() if name not in others and own.numel()}
         self._fused = model.fused_optimizer
         self._scheduled: list[tuple[KeyedOptimizer, SparseOptimizerConfig | DenseOptimizerConfig]] = [
             (self._fused, sparse)

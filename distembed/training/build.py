@@ -22,7 +22,13 @@ from distembed.embedding.settings import VectorExchange
 from distembed.models import Model, ModelInputs
 from distembed.models.config import plan_values
 from distembed.optim.declared import TableOptimizers
-from distembed.optim.optimizers import Optimizers, fuse_sparse_optimizer, needs_dense_kernel, table_parameters
+from distembed.optim.optimizers import (
+    Optimizers,
+    fuse_sparse_optimizer,
+    needs_dense_kernel,
+    table_parameters,
+    weight_decays,
+)
 from distembed.planning import make_plan
 from distembed.planning.apply_plan import apply_saved_plan
 from distembed.planning.networks import estimate_network, require_networks_fit
@@ -127,11 +133,19 @@ class Blueprint:
         """Builds the model with its loss for a plan: tables are on the meta device, marked with their optimizer.
 
         Raises:
-            UserError: The model cannot be built, or FBGEMM lacks the optimizer on the device.
+            UserError: The model cannot be built, FBGEMM lacks the optimizer on the device, or a group of weight decay
+                has no parameters.
         """
-        model = self.build_unsharded()
-        fuse_sparse_optimizer(table_parameters(model), self.config.train.sparse_optimizer, self.device)
-        return TaskModel(model, self.task, self.world_size, self.device, self.bf16)
+        model, train = self.build_unsharded(), self.config.train
+        vectors = table_parameters(model)
+        fuse_sparse_optimizer(vectors, train.sparse_optimizer, self.device)
+        task_model = TaskModel(model, self.task, self.world_size, self.device, self.bf16)
+        in_tables = set(map(id, vectors))
+        # refused here, before anything is placed
+        weight_decays(
+            [name for name, own in task_model.named_parameters() if id(own) not in in_tables], train.dense_optimizer
+        )
+        return task_model
 
     def workload(self) -> Workload:
         """Returns the planner's inputs beside the tables: rows of a step, ids per row, networks and graphs."""
