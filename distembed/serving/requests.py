@@ -83,15 +83,14 @@ class RawRequest:
                     raise UserError(f"--output {output} is an input, which it would replace; name another file.")
 
     def open(self, run: TrainedRun) -> RawInputs:
-        """Opens the inputs; their rows may lack the label, which predictions do not need."""
+        """Opens the inputs; their rows may lack the labels, which predictions do not need."""
         from distembed.serving.raw_predictions import RawInputs
 
         decoder = row_decoder(run)
-        label = raw_schema(run.manifest).label
         source = TableSource(
             find_inputs(self.inputs),
             decoder.schema,
             others=tuple(dict.fromkeys(self.keys)),
-            may_lack=None if label is None else label.column,
+            may_lack={label.column for label in raw_schema(run.manifest).all_labels.values()},
         )
         return RawInputs(source, decoder, self.keys, self.max_rejected)

@@ -110,6 +110,7 @@ class TableRowDecoder(_Decoder):
         schema = dataclasses.replace(
             schema,
             label=schema.label if "label" in extras else None,
+            labels=schema.labels if "label" in extras else {},
             weight=schema.weight if "weight" in extras else None,
             time=None,
             split=TableSchema.split,
@@ -137,7 +138,9 @@ class _FeatureRows(_Decoder):
     def __init__(self, folder: Path, manifest: Manifest, features: Sequence[str]) -> None:
         full_schema = raw_schema(manifest)
         columns = {name: column for name, column in full_schema.categorical.items() if name in features}
-        super().__init__(folder, manifest, dataclasses.replace(full_schema, label=None, dense={}, categorical=columns))
+        super().__init__(
+            folder, manifest, dataclasses.replace(full_schema, label=None, labels={}, dense={}, categorical=columns)
+        )
         self._feature = features[0]
 
     def _encoded(self, table: pa.Table) -> RecordBlock:

@@ -1,8 +1,14 @@
 """Datasets with several labels: a batch has each row's labels beside its features, NaN where the row lacks one."""
 
+import csv
+import dataclasses
 import json
 import math
+import random
+from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -12,7 +18,11 @@ import torch
 
 from distembed.base.errors import UserError
 from distembed.data import CategoricalFeature, Label, Manifest, Schema, create_manifest
+from distembed.data.prepare import ResourceLimits
+from distembed.data.prepare.pipeline import dataset_warnings, describe_dataset
+from distembed.data.prepare.table import TableOptions, prepare_table
 from distembed.data.reader import Batch, BatchOrder, BatchReader
+from distembed.data.table.schema import TableSchema
 from distembed.tasks import ClickConfig, NextItemConfig, RankingConfig, RatingConfig, batch_schema
 
 NAN = math.nan
@@ -118,3 +128,200 @@ def test_a_task_of_one_label_refuses_several(task: object) -> None:
     schema = Schema(None, ("x",), SCHEMA.categorical, labels=LABELS)
     with pytest.raises(UserError, match=r"several: click, buy, stars.*task=\{name: multi\}.*`label: \{column: "):
         batch_schema(task, schema)  # type: ignore[arg-type]
+
+
+TABLE = TableSchema.from_json(
+    {
+        "labels": {
+            "click": {},
+            "conversion": {"column": "buy"},
+            "liked": {"column": "rating", "at_least": 4},
+            "rating": {"kind": "number"},
+        },
+        "weight": {"column": "importance"},
+        "dense": {"x": {}},
+        "categorical": {"row": {"kind": "integer", "min_count": 1}},
+        "split": "0.6,0.2,0.2",
+        "text": {"missing_values": ["", "none"]},
+    },
+    "the test",
+)
+NAMES = ("click", "conversion", "liked", "rating")
+ONE_THREAD, TWO_THREADS = (ResourceLimits(memory_limit_bytes=1 << 30, threads=threads) for threads in (1, 2))
+
+
+def raw_rows(num_rows: int) -> list[dict[str, Any]]:
+    """Returns raw rows, some of whose outcomes are missing."""
+    rng = random.Random(7)
+    return [
+        {
+            "click": rng.choice([0, 1, None]),
+            "buy": rng.choice(["true", "False", "1", "0.0", "none", None]),
+            "rating": rng.choice([1.5, 3, 4, 5, None]),
+            "importance": rng.choice([0.5, 2.0]),
+            "x": row / 4,
+            "row": row,
+        }
+        for row in range(num_rows)
+    ]
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    if path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+def outcome(text: str, at_least: float | None = None) -> float:
+    """Returns a label of a text in a CSV file; NaN for a missing one."""
+    if text in ("", "none"):
+        return NAN
+    number = {"true": 1.0, "False": 0.0}.get(text)
+    number = float(text) if number is None else number
+    return number if at_least is None else float(number >= at_least)
+
+
+def labels_of_csv(path: Path) -> dict[int, list[float]]:
+    """Returns the labels of each row of a CSV file, read with the csv module, in the order of NAMES."""
+    with path.open(newline="") as file:
+        return {
+            int(row["row"]): [
+                *(outcome(row[name]) for name in ("click", "buy")),
+                *(outcome(row["rating"], 4), outcome(row["rating"])),
+            ]
+            for row in csv.DictReader(file)
+        }
+
+
+def read_labels(dataset: Path, split: str) -> dict[int, list[float]]:
+    """Returns the labels that batches have of each row of a split, by the row's number."""
+    vocabulary = pq.read_table(dataset / Manifest.load(dataset).vocabularies["row"].file).to_pydict()
+    row_of_id = dict(zip(vocabulary["id"], vocabulary["key"], strict=True))
+    rows = {}
+    for batch in BatchReader(dataset, split, BatchOrder(16, shuffle=True, seed=3)):
+        ids, labels, x = batch["sparse_features"]["row"].values(), batch["labels"], batch["dense_features"]
+        for id_, row_labels, numbers in zip(ids.tolist(), labels.tolist(), x.tolist(), strict=True):
+            number = int(numbers[0] * 4)
+            assert row_of_id.get(id_, number) == number  # rows of other splits are out of the vocabulary
+            rows[number] = row_labels
+    return rows
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.jsonl", "rows.parquet"])
+def test_a_table_keeps_the_labels_of_its_rows(tmp_path: Path, name: str) -> None:
+    rows = raw_rows(300)
+    write_rows(tmp_path / "plain.csv", rows)
+    write_rows(tmp_path / name, rows)
+    manifest = prepare_table([tmp_path / name], tmp_path / "dataset", TABLE, limits=TWO_THREADS)
+    kinds = ("binary", "binary", "binary", "number")
+    assert manifest.schema.labels == tuple(map(Label, NAMES, kinds)) and manifest.schema.label is None
+    expected = labels_of_csv(tmp_path / "plain.csv")
+    found = [read_labels(tmp_path / "dataset", split) for split in ("train", "validation", "test")]
+    assert [sorted(labels) for labels in found] == [list(range(180)), list(range(180, 240)), list(range(240, 300))]
+    for split, labels in zip(("train", "validation", "test"), found, strict=True):
+        numbers = list(labels)
+        np.testing.assert_array_equal([labels[row] for row in numbers], [expected[row] for row in numbers])
+        summaries = manifest.splits[split].labels
+        assert summaries is not None
+        for label, column in zip(NAMES, np.array([expected[row] for row in numbers]).T, strict=True):
+            assert summaries[label].num_rows == np.count_nonzero(~np.isnan(column))
+            assert summaries[label].mean == pytest.approx(np.nanmean(column), rel=1e-12)
+
+
+def test_a_missing_label_is_null_in_the_file(tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.csv", raw_rows(50))
+    prepare_table([tmp_path / "rows.csv"], tmp_path / "dataset", TABLE, limits=ONE_THREAD)
+    file = pq.read_table(tmp_path / "dataset" / "train" / "part-00000.parquet")
+    assert file.column_names[:4] == list(NAMES)
+    assert [file.schema.field(name).type for name in NAMES] == [pa.int8()] * 3 + [pa.float32()]
+    expected = labels_of_csv(tmp_path / "rows.csv")
+    for place, name in enumerate(NAMES):
+        column = [expected[row][place] for row in range(30)]
+        assert file[name].to_pylist() == [None if math.isnan(value) else value for value in column]
+
+
+@pytest.mark.parametrize(
+    ("column", "value"), [("click", "2"), ("click", "yes"), ("buy", "0.5"), ("rating", "inf"), ("rating", "good")]
+)
+def test_a_row_with_a_malformed_label_is_left_out(tmp_path: Path, column: str, value: str) -> None:
+    rows = raw_rows(20)
+    rows[4] |= {"click": "0", "buy": "0", "rating": "3", column: value}
+    write_rows(tmp_path / "rows.csv", rows)
+    options = TableOptions(max_rejected=0.1)
+    manifest = prepare_table([tmp_path / "rows.csv"], tmp_path / "dataset", TABLE, options, ONE_THREAD)
+    assert manifest.rejected.by_reason == {"label": 1}
+    numbers = [number for split in manifest.splits for number in read_labels(tmp_path / "dataset", split)]
+    assert sorted(numbers) == [number for number in range(20) if number != 4]
+
+
+def test_a_split_says_how_many_rows_lack_a_label(tmp_path: Path) -> None:
+    rows = [{"click": row % 2, "buy": None if row < 15 else 1, "rating": 5, "x": 0, "row": row} for row in range(20)]
+    schema = dataclasses.replace(TABLE, weight=None, split="1,0,0")
+    write_rows(tmp_path / "rows.csv", rows)
+    manifest = prepare_table([tmp_path / "rows.csv"], tmp_path / "dataset", schema, limits=ONE_THREAD)
+    first = next(iter(describe_dataset(manifest, tmp_path / "dataset")))
+    assert first == (
+        "train: 20 rows, label rate of click 0.5000, label rate of conversion 1.0000 (15 missing), "
+        "label rate of liked 1.0000, mean label of rating 5.0000"
+    )
+    warnings = list(dataset_warnings(manifest))
+    assert [name for name in NAMES if any(f"every label '{name}' is 1" in text for text in warnings)] == [
+        "conversion",
+        "liked",
+    ]
+
+
+ONE_LABEL = TableSchema.from_json(
+    {
+        "label": {"column": "bought", "name": "buy"},
+        "weight": {"column": "importance"},
+        "time": {"column": "at", "format": "seconds"},
+        "dense": {"age": {"missing": "keep"}, "price": {"transform": "standardize"}},
+        "categorical": {
+            "site": {"min_count": 1},
+            "tags": {"separator": "|"},
+            "bin": {"column": "price", "kind": "quantile_bins", "num_bins": 3},
+        },
+        "split": "time:0.6,0.2,0.2",
+    },
+    "the test",
+)
+MANIFEST = "352a92a21a1cbc9b820f6aaf0f087e1812ae77e6e1bd9c28db97e7c4545f3dda"
+FILES = "9ef1d4f403df8ce01a2a1df8342e0bb27bc50bcab3ae70207dcb83d6a5d40b23"
+"""Checksums by the version before datasets could have several labels: of the manifest, and of the files' contents."""
+VOLATILE = ('"bytes"', '"tool_version"', '"checksum"', '"sha256"')
+"""Keys of the manifest whose values depend on the versions of distembed and PyArrow."""
+
+
+def one_label_lines() -> Iterator[str]:
+    yield "bought,importance,at,age,price,site,tags"
+    for row in range(90):
+        label = "maybe" if row % 31 == 30 else "" if row % 40 == 39 else row % 3 % 2
+        numbers = f"{1 + row % 4},{row * 7 % 90},{'' if row % 5 == 0 else row},{row % 11 / 2}"
+        yield f"{label},{numbers},s{row % 6},{'|'.join('abc'[: row % 4])}"
+
+
+def test_a_dataset_of_one_label_is_as_it_was_before_several(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("\n".join([*one_label_lines(), ""]))
+    folder = tmp_path / "dataset"
+    manifest = prepare_table([tmp_path / "rows.csv"], folder, ONE_LABEL, TableOptions(max_rejected=0.1), ONE_THREAD)
+    assert manifest.rejected.by_reason == {"label": 4}
+    lines = [
+        line for line in (folder / "manifest.json").read_text().splitlines() if not line.strip().startswith(VOLATILE)
+    ]
+    assert sha256("\n".join(lines).encode()).hexdigest() == MANIFEST
+    files = [pq.ParquetFile(folder / file.path) for file in manifest.split_files]
+    shown = [(str(file.schema_arrow), file.read().to_pylist(), encodings(file)) for file in files]
+    assert sha256(repr(shown).encode()).hexdigest() == FILES
+
+
+def encodings(file: pq.ParquetFile) -> list[tuple[str, Any, str]]:
+    groups = [file.metadata.row_group(group) for group in range(file.num_row_groups)]
+    columns = [group.column(column) for group in groups for column in range(group.num_columns)]
+    return [(column.path_in_schema, column.encodings, column.compression) for column in columns]

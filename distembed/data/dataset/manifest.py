@@ -43,7 +43,7 @@ from distembed.base.errors import UserError
 from distembed.base.files import read_folder_json, require_inside, whole_file, write_text
 from distembed.base.version import __version__
 from distembed.data.dataset.mirror import dataset_folder, mirror_of
-from distembed.data.dataset.schema import Schema, plain_fields
+from distembed.data.dataset.schema import Label, Schema, plain_fields
 
 CHECKSUMS_NAME = "checksums.bin"
 REMEDY = "prepare the data again, or fetch the file again from where a whole copy is"
@@ -148,6 +148,12 @@ class Split:
     files: tuple[DataFile, ...]  # in the order of their rows
     mean_weight: float | None = None  # mean of the rows' weights; None without rows, and where rows have no weights
     labels: Mapping[str, LabelSummary] | None = None  # of several labels, by name; None where rows have one or none
+
+    def label_summaries(self, schema: Schema) -> dict[Label, LabelSummary]:
+        """Returns the summary of each label of the dataset's ``schema``, none, one or several, in its order."""
+        if self.labels is None:
+            return {label: LabelSummary(self.num_rows, self.label_rate) for label in schema.all_labels}
+        return {label: self.labels[label.name] for label in schema.all_labels}
 
 
 @dataclass(frozen=True)

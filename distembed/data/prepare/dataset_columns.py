@@ -27,7 +27,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from distembed.data.dataset.manifest import Vocabulary
-from distembed.data.dataset.schema import CategoricalFeature, Schema
+from distembed.data.dataset.schema import CategoricalFeature, Label, Schema
 from distembed.data.prepare.count import Database, count_distinct, values_at_ranks
 from distembed.data.prepare.feature_ids import Base, FeatureValues, LookupTables, build_vocabulary
 from distembed.data.prepare.spool import RowSplits
@@ -171,29 +171,35 @@ class DatasetColumns:
         return LookupTables(self.work / f"lookup-{index}", dtype, starts)
 
     def schema(self, learnt: ColumnsLearnt) -> Schema:
-        by_role = {column.role: column for column in self.layout.numbers if column.role in ("label", "weight", "time")}
+        by_role = {column.role: column for column in self.layout.numbers if column.role in ("weight", "time")}
+        labels = [
+            Label(column.name, "binary" if column.file_dtype == np.int8 else "number")
+            for column in self.layout.numbers
+            if column.role == "label"
+        ]
+        only_label = labels[0] if len(labels) == 1 else None
         dense = [column for column in self.layout.numbers if column.role == "dense"]
-        label = by_role.get("label")
         return Schema(
-            label=None if label is None else label.name,
+            label=None if only_label is None else only_label.name,
             dense=tuple(column.name for column in dense),
             categorical=tuple(CategoricalFeature(**learnt[name]["feature"]) for name in self.layout.features),
-            label_kind="binary" if label is None or label.dtype == np.int8 else "number",
+            label_kind="binary" if only_label is None else only_label.kind,
             missing_dense=any(column.keeps_missing for column in dense),
             weight=by_role["weight"].name if "weight" in by_role else None,
             time=by_role["time"].name if "time" in by_role else None,
+            labels=() if only_label is not None else tuple(labels),
         )
 
     def outputs(self, learnt: ColumnsLearnt) -> list[OutputColumn]:
-        """Returns the columns of the files: label, weight, time and dense numbers, then features in schema order."""
+        """Returns the columns of the files: labels, weight, time and dense numbers, then features in schema order."""
         outputs: dict[str, OutputColumn] = {}
-        keeps_missing = any(column.keeps_missing for column in self.layout.numbers)
+        dense_keeps_missing = any(column.keeps_missing for column in self.layout.numbers if column.role == "dense")
         for index, column in enumerate(self.layout.numbers):
             parameters = learnt[column.name]["learnt"] if column.name in learnt else None
-            has_missing = keeps_missing and column.role == "dense"
+            has_missing = dense_keeps_missing if column.role == "dense" else column.keeps_missing
             change = number_change(column, parameters)
-            read = partial(spooled_numbers, index=index, change=change, has_missing=has_missing)
-            type_ = pa.int32() if column.role == "bins" else pa.from_numpy_dtype(column.dtype)
+            type_ = pa.int32() if column.role == "bins" else pa.from_numpy_dtype(column.file_dtype)
+            read = partial(spooled_numbers, index=index, change=change, type_=type_ if has_missing else None)
             outputs[column.name] = pa.field(column.name, type_), read
         numbers = [outputs[column.name] for column in self.layout.numbers if column.role != "bins"]
         return [*numbers, *(outputs.get(name) or self._id_output(name, learnt) for name in self.layout.features)]

@@ -29,8 +29,8 @@ import numpy as np
 from distembed.base.errors import UserError
 from distembed.base.units import enumerate_names
 from distembed.base.version import __version__
-from distembed.data.dataset.manifest import PIECE, DataFile, Manifest, Vocabulary
-from distembed.data.dataset.schema import ITEM, USER
+from distembed.data.dataset.manifest import PIECE, DataFile, Manifest, Split, Vocabulary
+from distembed.data.dataset.schema import ITEM, USER, Label, Schema
 from distembed.data.prepare.dataset_columns import ColumnsLearnt, DatasetColumns
 from distembed.data.prepare.feature_ids import Base
 from distembed.data.prepare.ingest import Ingested, InputPart, PartFound, PartReader, RawInput, RowSource
@@ -52,11 +52,7 @@ from distembed.data.remote import join_url
 def describe_dataset(manifest: Manifest, dataset_dir: str | os.PathLike[str]) -> Iterator[str]:
     """Yields lines of text on a prepared dataset: rows of each split, and rows that were left out."""
     for name, split in manifest.splits.items():
-        mean = "none" if split.label_rate is None else f"{split.label_rate:.4f}"
-        kind = "label rate" if manifest.schema.label_kind == "binary" else "mean label"
-        unweighted = "" if manifest.schema.weight is None else "unweighted "
-        label = "" if manifest.schema.label is None else f", {unweighted}{kind} {mean}"
-        yield f"{name}: {split.num_rows:,} rows{label}"
+        yield ", ".join([f"{name}: {split.num_rows:,} rows", *_label_texts(manifest.schema, split)])
     if USER in manifest.vocabularies and ITEM in manifest.vocabularies:
         users, items = (manifest.vocabularies[name].num_ids for name in (USER, ITEM))
         yield f"{users:,} users, {items:,} items"
@@ -75,6 +71,17 @@ def describe_dataset(manifest: Manifest, dataset_dir: str | os.PathLike[str]) ->
         f"{rejected.num_rows:,} of {total:,} rows were rejected, being malformed ({reasons}): "
         f"they are listed in {join_url(str(dataset_dir), rejected.file)}"
     )
+
+
+def _label_texts(schema: Schema, split: Split) -> Iterator[str]:
+    """Yields the mean of each label of a split, and in how many rows one of several labels is missing."""
+    unweighted = "" if schema.weight is None else "unweighted "
+    for label, summary in split.label_summaries(schema).items():
+        mean = "none" if summary.mean is None else f"{summary.mean:.4f}"
+        kind = "label rate" if label.kind == "binary" else "mean label"
+        missing = split.num_rows - summary.num_rows
+        which = f" of {label.name}" if schema.labels else ""
+        yield f"{unweighted}{kind}{which} {mean}{f' ({missing:,} missing)' if missing else ''}"
 
 
 _LEFT_OUT = {
@@ -99,16 +106,8 @@ def _applied_text(manifest: Manifest) -> str:
 
 def dataset_warnings(manifest: Manifest) -> Iterator[str]:
     """Yields warnings: one label only, splits without rows, vocabularies without ids."""
-    rates = {name: split.label_rate for name, split in manifest.splits.items()}
-    if manifest.schema.label_kind == "binary":
-        one_label = {name: int(rate) for name, rate in rates.items() if rate in (0, 1)}
-        labels = set(one_label.values())
-        if len(labels) == 1 and len(one_label) == sum(rate is not None for rate in rates.values()):
-            yield f"every label is {labels.pop()}: a model learns nothing but this"
-        else:
-            yield from (
-                f"every label of {name} is {label}: its AUC is not defined" for name, label in one_label.items()
-            )
+    for label in manifest.schema.all_labels:
+        yield from _label_warnings(manifest, label)
     if empty := [name for name, split in manifest.splits.items() if not split.num_rows]:
         yield f"no rows are in {enumerate_names(empty)}: give more rows, or another --split"
     nothing = {name: entry for name, entry in manifest.vocabularies.items() if not entry.num_ids}
@@ -120,6 +119,23 @@ def dataset_warnings(manifest: Manifest) -> Iterator[str]:
             f"vocabularies without ids, since every value was seen fewer than {least} times in training: "
             f"{enumerate_names(rare)}; lower --min-count, or give more rows"
         )
+
+
+def _label_warnings(manifest: Manifest, label: Label) -> Iterator[str]:
+    """Yields warnings on a label with one value only, or that no row has."""
+    summaries = {name: split.label_summaries(manifest.schema)[label] for name, split in manifest.splits.items()}
+    known = {name: summary.mean for name, summary in summaries.items() if summary.mean is not None}
+    which = f"label {label.name!r}" if manifest.schema.labels else "label"
+    if manifest.schema.labels and not known:
+        yield f"no row has the {which}: a model learns nothing of it"
+    if label.kind != "binary":
+        return
+    one_value = {name: int(mean) for name, mean in known.items() if mean in (0, 1)}
+    values = set(one_value.values())
+    if len(values) == 1 and len(one_value) == len(known):
+        yield f"every {which} is {values.pop()}: a model learns nothing but this"
+    else:
+        yield from (f"every {which} of {name} is {value}: its AUC is not defined" for name, value in one_value.items())
 
 
 _UNPACKED_RATIO = 8  # most bytes of rows in a byte of a compressed input, to estimate whether it is small

@@ -113,11 +113,15 @@ def spooled_numbers(
     rows: Rows,
     index: int,
     change: Callable[[NDArray[Any]], NDArray[Any]] | None,
-    has_missing: bool,
+    type_: pa.DataType | None,
 ) -> pa.Array:
-    """Reads rows of number column ``index`` and applies ``change``; with ``has_missing``, NaN becomes null."""
+    """Reads rows of number column ``index`` and applies ``change``.
+
+    ``type_`` is the type of a column that may lack numbers: NaN becomes null. None keeps the numbers' own.
+    """
     numbers = block.numbers(index)[rows]
-    return pa.array(numbers if change is None else change(numbers), from_pandas=has_missing)
+    values = pa.array(numbers if change is None else change(numbers), from_pandas=type_ is not None)
+    return values if type_ is None else values.cast(type_)
 
 
 def spooled_ids(block: SpooledBlock, rows: Rows, index: int, lookup: LookupTables) -> pa.Array:

@@ -2,7 +2,7 @@
 
 ::
 
-    numbers    label int8, weight float32, time int64, dense float32 ...      [num_rows] each; missing values are NaN
+    numbers    labels int8, weight float32, time int64, dense float32 ...     [num_rows] each; missing values are NaN
     ids        codes 1 0 2 1, keys [-, k1, k2]                                row i has keys[codes[i]]; 0: none
                for lists: codes of all rows end to end, and the number of values of each row
 
@@ -31,10 +31,15 @@ class NumberColumn:
 
     name: str  # of the dataset's column
     role: NumberRole  # ``bins`` makes a categorical feature of the numbers
-    dtype: np.dtype[Any]  # in blocks: int8 for labels 0 and 1, int64 for times, float32 for all others
+    dtype: np.dtype[Any]  # in blocks: int8 for a label that no row lacks, 0 or 1; int64 for times; float32 for others
     transform: NumberTransform = "none"  # learnt of the training rows; the parser applies all others
     num_bins: int = 0  # of ``quantile_bins``
     keeps_missing: bool = False  # else missing dense numbers become 0 (after ``standardize``: the mean)
+    written_as: np.dtype[Any] | None = None  # type in the dataset's files; None for ``dtype``
+
+    @property
+    def file_dtype(self) -> np.dtype[Any]:
+        return self.dtype if self.written_as is None else self.written_as
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,7 @@ class KeyColumn:
 class BlockLayout:
     """The columns of every block, in order."""
 
-    numbers: tuple[NumberColumn, ...]  # label, weight and time where there are any, dense ones, then ``bins``
+    numbers: tuple[NumberColumn, ...]  # labels, weight and time where there are any, dense ones, then ``bins``
     ids: tuple[KeyColumn, ...]
     features: tuple[str, ...]  # the dataset's categorical features in order, each a column of ``ids`` or ``bins``
 

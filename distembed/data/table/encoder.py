@@ -112,7 +112,7 @@ LIST_SEPARATOR = " "
 
 
 class RowEncoder:
-    """Gives a dataset's values to parsed rows, which may lack the label, weight and features; threads share it."""
+    """Gives a dataset's values to parsed rows, which may lack labels, weight and features; threads share it."""
 
     def __init__(self, folder: Path, manifest: Manifest, layout: BlockLayout) -> None:
         self._layout, self._records = layout, RecordLayout.from_schema(manifest.schema)
@@ -127,7 +127,7 @@ class RowEncoder:
     def encode(self, block: ParsedBlock) -> RecordBlock:
         """Encodes the well-formed rows of a block, and counts their unknown ids, which may log a warning.
 
-        A column that the block lacks is filled: the label and dense numbers with NaN, the weight with 1, ids with 0.
+        A column that the block lacks is filled: labels and dense numbers with NaN, the weight with 1, ids with 0.
         """
         numbers, ids = dict[str, NDArray[Any]](), dict[str, NDArray[Any]]()
         lists: dict[str, Jagged] = {}

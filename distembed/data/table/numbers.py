@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from distembed.data.table.schema import LabelColumn, TimeColumn
+from distembed.data.table.schema import LabelValues, TimeColumn
 from distembed.data.table.values import value_texts
 
 Bools = NDArray[np.bool_]
@@ -109,7 +109,13 @@ def weight_values(column: pa.Array) -> tuple[Floats, Bools]:
     return values, wrong | ~(values >= 0)
 
 
-def label_values(column: pa.Array, label: LabelColumn) -> tuple[NDArray[np.int8] | Floats, Bools]:
+def without_missing_texts(column: pa.Array, missing: pa.Array) -> pa.Array:
+    """Returns a column with null in the place of the values whose text, or canonical text, is in ``missing``."""
+    is_text = has_missing_text(column, missing)
+    return pc.if_else(pa.array(is_text), pa.scalar(None, column.type), column) if is_text.any() else column
+
+
+def label_values(column: pa.Array, label: LabelValues) -> tuple[NDArray[np.int8] | Floats, Bools]:
     """Returns labels, int8 for binary ones and float32 for numbers; a missing one is malformed."""
     if label.at_least is not None:
         numbers, wrong = values_as_numbers(column)
@@ -123,6 +129,14 @@ def label_values(column: pa.Array, label: LabelColumn) -> tuple[NDArray[np.int8]
         return (numbers == 1).astype(np.int8), wrong | ~((numbers == 0) | (numbers == 1))
 
     return _by_distinct_value(column, read)
+
+
+def optional_label_values(column: pa.Array, label: LabelValues, missing: pa.Array) -> tuple[Floats, Bools]:
+    """Returns labels as float32, NaN where one is missing: null, NaN, or one of the texts ``missing``."""
+    column = without_missing_texts(column, missing)
+    values, wrong = label_values(column, label)
+    is_absent = is_missing(column)
+    return np.where(is_absent, np.float32(np.nan), values.astype(np.float32)), wrong & ~is_absent
 
 
 def time_values(column: pa.Array, time: TimeColumn) -> tuple[NDArray[np.int64], Bools]:

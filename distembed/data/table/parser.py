@@ -4,7 +4,7 @@ The input is an Arrow table of the columns that the schema names; no embedding t
 texts, as of CSV files, or typed, as of Parquet: a number or a truth value and its text are the same value, and true is
 1 where a number is wanted. A row is malformed, for the first of these reasons:
 
-- ``label``: the label is missing, or none of its kind;
+- ``label``: a label is none of its kind, or the only label is missing;
 - ``weight``: the weight is missing, negative, or no finite number;
 - ``time``: the time is missing, or not in the format;
 - ``dense``: a number is there and is not finite in 32 bits;
@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from distembed.data.table.blocks import BlockLayout, KeyColumn, NumberColumn, ParsedBlock, RejectedRow
@@ -36,7 +35,15 @@ from distembed.data.table.keys import (
     with_distinct_keys,
     wrong_rows,
 )
-from distembed.data.table.numbers import Bools, dense_values, has_missing_text, label_values, time_values, weight_values
+from distembed.data.table.numbers import (
+    Bools,
+    dense_values,
+    label_values,
+    optional_label_values,
+    time_values,
+    weight_values,
+    without_missing_texts,
+)
 from distembed.data.table.raw_columns import FEW_ROWS, TableColumns, as_lists
 from distembed.data.table.schema import TableSchema
 
@@ -59,7 +66,7 @@ class TableParser:
 
     def __init__(self, schema: TableSchema, needs_label: bool = True) -> None:
         if not needs_label:
-            schema = dataclasses.replace(schema, label=None, weight=None, time=None, split=TableSchema.split)
+            schema = dataclasses.replace(schema, label=None, labels={}, weight=None, time=None, split=TableSchema.split)
         self._schema = schema
         self._missing = pa.array(schema.text.missing_values, pa.string())
         self.columns = TableColumns(schema)
@@ -107,6 +114,8 @@ class TableParser:
         schema = self._schema
         if schema.label is not None:
             yield "label", schema.label.column, label_values(columns[schema.label.column], schema.label)
+        for label in schema.labels.values():
+            yield "label", label.column, optional_label_values(columns[label.column], label, self._missing)
         if schema.weight is not None:
             yield "weight", schema.weight.column, weight_values(columns[schema.weight.column])
         if schema.time is not None:
@@ -126,10 +135,7 @@ class TableParser:
         by_use: dict[int, tuple[NDArray[Any], Bools]] = {}
         to_parse = [(use.transform, columns[use.column]) for use in uses]
         for transform, rows_by_use, array in _concatenated_by_kind(to_parse, num_rows):
-            missing = has_missing_text(array, self._missing)
-            if missing.any():
-                array = pc.if_else(pa.array(missing), pa.scalar(None, array.type), array)
-            values, wrong = dense_values(array, transform)
+            values, wrong = dense_values(without_missing_texts(array, self._missing), transform)
             by_use |= {index: (values[rows], wrong[rows]) for index, rows in rows_by_use.items()}
         return [by_use[index] for index in range(len(uses))]
 
@@ -195,9 +201,13 @@ def _concatenated_by_kind(
 def table_layout(schema: TableSchema) -> BlockLayout:
     """Returns the columns of the blocks that :class:`TableParser` makes for a schema, in their order."""
     numbers: list[NumberColumn] = []
-    if schema.label is not None:
-        is_number = schema.label.kind == "number"
-        numbers.append(NumberColumn(schema.label.name, "label", np.dtype(np.float32 if is_number else np.int8)))
+    for name, label in schema.all_labels.items():
+        file_dtype = np.dtype(np.float32 if label.kind == "number" else np.int8)
+        if name in schema.labels:  # which rows may lack: NaN
+            column = NumberColumn(name, "label", np.dtype(np.float32), keeps_missing=True, written_as=file_dtype)
+        else:
+            column = NumberColumn(name, "label", file_dtype)
+        numbers.append(column)
     if schema.weight is not None:
         numbers.append(NumberColumn(schema.weight.name, "weight", np.dtype(np.float32)))
     if schema.time is not None:

@@ -41,7 +41,8 @@ class TableColumns:
         uses: list[tuple[str, Sequence[str]]] = []
         entries: dict[str, Sequence[str]] = {}  # of lists
         self.separators: dict[str, str | None] = {}
-        uses += [(column.column, _NUMERIC) for column in (schema.label, schema.weight) if column is not None]
+        uses += [(label.column, _NUMERIC) for label in schema.all_labels.values()]
+        uses += [(schema.weight.column, _NUMERIC)] if schema.weight is not None else []
         uses += [(schema.time.column, (TEXT, NUMBER, INTEGER, TIME))] if schema.time is not None else []
         uses += [(column, _NUMERIC) for column in schema.dense_columns.values()]
         for name, columns in schema.categorical_columns.items():
@@ -56,7 +57,8 @@ class TableColumns:
         uses += [(schema.split_column, VALUE_TYPES["string"])] if schema.split_column is not None else []
         # columns that are keys, whose distinct values suffice, and columns with another use
         keyed = {schema.split_column} if schema.split_column is not None else set()
-        used_otherwise = {column.column for column in (schema.label, schema.weight, schema.time) if column is not None}
+        used_otherwise = {label.column for label in schema.all_labels.values()}
+        used_otherwise |= {column.column for column in (schema.weight, schema.time) if column is not None}
         for name, columns in schema.categorical_columns.items():
             column = schema.categorical[name]
             (used_otherwise if column.kind in BINS or column.holds_lists else keyed).update(columns)

@@ -15,6 +15,15 @@ A schema is a YAML file (``distembed prepare schema`` guesses one)::
 
 Each name under ``dense`` and ``categorical`` is that of the dataset's column; ``column`` is that of the table, the same
 unless given. A name with nothing behind it, as ``site:``, has the defaults.
+
+A table with several outcomes has ``labels`` in the place of ``label``, by the name of the dataset's column. Rows may
+lack some of them, and one column of the table may give several::
+
+    labels:
+      click: {}
+      conversion: {column: buy}
+      liked: {column: rating, at_least: 4}
+      rating: {kind: number}
 """
 
 from __future__ import annotations
@@ -72,19 +81,25 @@ class TextFormat:
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
-class LabelColumn:
-    """The label: ``column`` is the table's, ``name`` the dataset's, as of weight and time."""
+class LabelValues:
+    """How the values of a column of the table become a label."""
 
-    column: str
+    column: str  # the table's
     kind: Literal["binary", "number"] = "binary"  # binary: 0 or 1, or true or false; number: any finite number
     at_least: Annotated[float, Field(allow_inf_nan=False)] | None = None  # 1 where the number is this or more, else 0
-    name: str = "label"
 
     @model_validator(mode="after")
-    def _require_one_meaning(self) -> LabelColumn:
+    def _require_one_meaning(self) -> LabelValues:
         if self.kind == "number" and self.at_least is not None:
             raise ValueError("at_least makes a label of 0 and 1, which kind: number is not; leave one of them out")
         return self
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
+class LabelColumn(LabelValues):
+    """The only label: ``column`` is the table's, ``name`` the dataset's, as of weight and time."""
+
+    name: str = "label"
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
@@ -188,9 +203,10 @@ class CategoricalColumn:
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class TableSchema:
-    """The columns of a table and their roles; dense and categorical ones have the dataset's names."""
+    """The columns of a table and their roles; labels, dense and categorical ones have the dataset's names."""
 
     label: LabelColumn | None = None
+    labels: dict[str, LabelValues] = field(default_factory=dict)  # several labels, which rows may lack, by their names
     weight: WeightColumn | None = None  # null: all rows weigh 1
     time: TimeColumn | None = None
     dense: dict[str, DenseColumn] = field(default_factory=dict)
@@ -208,6 +224,22 @@ class TableSchema:
         if not isinstance(columns, dict):
             return columns
         return {name: {} if settings is None else settings for name, settings in columns.items()}
+
+    @field_validator("labels", mode="before")
+    @classmethod
+    def _take_names(cls, labels: Any) -> Any:
+        """Gives a label without a column of the table the column of its own name."""
+        if not isinstance(labels, dict):
+            return labels
+        return {
+            name: {"column": name, **(settings or {})} if isinstance(settings, dict | None) else settings
+            for name, settings in labels.items()
+        }
+
+    @property
+    def all_labels(self) -> dict[str, LabelValues]:
+        """How each label of the dataset, none, one or several, is made; by its name."""
+        return self.labels if self.label is None else {self.label.name: self.label}
 
     @property
     def dense_columns(self) -> dict[str, str]:
@@ -266,12 +298,15 @@ def _inconsistencies(schema: TableSchema) -> Iterator[str]:
         if len(columns) > 1 and (crossed := [column for column in columns if column in lists]):
             yield f"categorical.{name}.cross: {crossed[0]!r} has lists, and a cross has one value of each column"
     yield from _unshared_vocabularies(schema)
-    if schema.label is not None:
+    yield from _ambiguous_labels(schema)
+    label_of_column = {label.column: name for name, label in schema.all_labels.items()}
+    if label_of_column:
         inputs: dict[str, tuple[str, ...]] = {f"dense.{name}": (raw,) for name, raw in schema.dense_columns.items()}
         inputs |= {f"categorical.{name}": columns for name, columns in schema.categorical_columns.items()}
         for setting, columns in inputs.items():
-            if schema.label.column in columns:
-                yield f"{setting}: {schema.label.column!r} is the label, which a model would be shown; leave it out"
+            for column in (column for column in columns if column in label_of_column):
+                label = "the label" if schema.labels == {} else f"the label {label_of_column[column]!r}"
+                yield f"{setting}: {column!r} is {label}, which a model would be shown; leave it out"
     if schema.split.startswith(SPLIT_BY_TIME) and schema.time is None:
         yield f"split: {schema.split!r} is by time, and the schema has none; add `time: {{column: ...}}`"
     names = schema.text.columns or []
@@ -281,6 +316,22 @@ def _inconsistencies(schema: TableSchema) -> Iterator[str]:
         yield "text.columns: files with a header name their columns themselves; add `header: false`, or leave it out"
     if schema.text.separator is not None and schema.text.separator == schema.text.quote:
         yield f"text.quote: {schema.text.quote!r} separates fields too; give another, or null"
+
+
+def _ambiguous_labels(schema: TableSchema) -> Iterator[str]:
+    """Yields a line where ``labels`` are beside ``label``, or are only one."""
+    names = ", ".join(schema.labels)
+    if schema.labels and schema.label is not None:
+        yield (
+            f"labels: the schema has label ({schema.label.column}) and labels ({names}); leave one of them out: label "
+            "is the only label of a row, labels are two or more"
+        )
+    elif len(schema.labels) == 1:
+        (label,) = schema.labels.values()
+        yield (
+            f"labels: {names} is the only one; write `label: {{column: {label.column}, name: {names}}}`, or name two "
+            "or more labels"
+        )
 
 
 def _unshared_vocabularies(schema: TableSchema) -> Iterator[str]:
@@ -304,6 +355,7 @@ def _repeated_names(schema: TableSchema) -> Iterator[str]:
     setting_by_name: dict[str, str] = {}
     single = {"label": schema.label, "weight": schema.weight, "time": schema.time}
     names = [(f"{role}.name", column.name) for role, column in single.items() if column is not None]
+    names += [(f"labels.{name}", name) for name in schema.labels]
     names += [(f"dense.{name}", name) for name in schema.dense]
     names += [(f"categorical.{name}", name) for name in schema.categorical]
     for setting, name in names:

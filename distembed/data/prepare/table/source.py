@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import csv
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
@@ -50,12 +50,17 @@ _RECBOLE_TYPES = ("token", "token_seq", "float", "float_seq")
 
 
 def text_layout(
-    source: TableInput, first: bytes, text: TextFormat, may_lack: str | None = None, wanted: TableColumns | None = None
+    source: TableInput,
+    first: bytes,
+    text: TextFormat,
+    may_lack: Collection[str] = (),
+    wanted: TableColumns | None = None,
 ) -> TextLayout:
     """Finds the format, separator and columns of a text input from its first megabyte, unpacked.
 
-    ``text`` has the schema's settings, which take precedence; ``may_lack`` is a column that a file without a header may
-    lack. RecBole's files have a type after each name of their header, as ``user_id:token``, and no quotation marks.
+    ``text`` has the schema's settings, which take precedence; ``may_lack`` has columns that a file without a header
+    may lack, all of them together. RecBole's files have a type after each name of their header, as ``user_id:token``,
+    and no quotation marks.
     Refuses input that is not text, JSON lines without an object, and a separator that is also the quotation mark.
     """
     require_text(source.place, first)
@@ -88,8 +93,9 @@ def text_layout(
             quote, lists = None, [name for name, kind in typed if kind == "token_seq"]
     else:
         columns, first_row = text.columns or [str(number) for number in range(1, len(fields) + 1)], bom_bytes
-        if len(fields) == len(columns) - 1:
-            columns = [name for name in columns if name != may_lack]
+        present = [name for name in columns if name not in may_lack]
+        if len(fields) == len(present):
+            columns = present
     missing = tuple(text.missing_values)
     dialect = Dialect(tuple(columns), separator, quote, text.newlines_in_values, missing)
     return TextLayout(tuple(columns), dialect, first_row, int(text.header and end > bom_bytes), lists=tuple(lists))
@@ -168,7 +174,7 @@ class TableSource:
         schema: The roles of the columns.
         needs_label: Whether rows have the columns that only training needs.
         others: Columns that raw blocks have in addition to the schema's.
-        may_lack: The column that text files without a header may lack, as rows to predict lack the label.
+        may_lack: The columns that text files without a header may lack, as rows to predict lack the labels.
         wanted_by: Who names the columns, for errors.
     """
 
@@ -180,7 +186,7 @@ class TableSource:
         schema: TableSchema,
         needs_label: bool = True,
         others: Sequence[str] = (),
-        may_lack: str | None = None,
+        may_lack: Collection[str] = (),
         wanted_by: str = "the schema",
     ) -> None:
         self._tables, self._text, self._may_lack = list(inputs), schema.text, may_lack
@@ -343,7 +349,7 @@ class _ParquetPart:
 def _columns(schema: TableSchema) -> tuple[object, ...]:
     dense = [(name, column.column, column.transform) for name, column in schema.dense.items()]
     ids = [(name, ids.column, ids.kind, ids.holds_lists, ids.cross) for name, ids in schema.categorical.items()]
-    return schema.label, schema.weight, schema.time, schema.split_column, schema.text, dense, ids
+    return schema.label, schema.labels, schema.weight, schema.time, schema.split_column, schema.text, dense, ids
 
 
 @dataclass(frozen=True)
