@@ -18,11 +18,17 @@ import torch
 
 from distembed.base.errors import UserError
 from distembed.data import CategoricalFeature, Label, Manifest, Schema, create_manifest
+from distembed.data.dataset.kept import require_grown_from
 from distembed.data.prepare import ResourceLimits
 from distembed.data.prepare.pipeline import dataset_warnings, describe_dataset
 from distembed.data.prepare.table import TableOptions, prepare_table
+from distembed.data.prepare.table.inputs import find_inputs
+from distembed.data.prepare.table.source import TableSource
 from distembed.data.reader import Batch, BatchOrder, BatchReader
-from distembed.data.table.schema import TableSchema
+from distembed.data.table.schema import TableSchema, TextFormat
+from distembed.reports.statistics import dataset_statistics
+from distembed.reports.statistics.page import commonest_table, render_page, rows_table
+from distembed.serving.row_decoder import TableRowDecoder, batches_of, given_rows
 from distembed.tasks import ClickConfig, NextItemConfig, RankingConfig, RatingConfig, batch_schema
 
 NAN = math.nan
@@ -305,6 +311,83 @@ def one_label_lines() -> Iterator[str]:
         label = "maybe" if row % 31 == 30 else "" if row % 40 == 39 else row % 3 % 2
         numbers = f"{1 + row % 4},{row * 7 % 90},{'' if row % 5 == 0 else row},{row % 11 / 2}"
         yield f"{label},{numbers},s{row % 6},{'|'.join('abc'[: row % 4])}"
+
+
+def test_later_rows_get_the_labels_of_the_schema_of_the_first_day(tmp_path: Path) -> None:
+    write_rows(tmp_path / "first.csv", raw_rows(60))
+    write_rows(tmp_path / "second.csv", raw_rows(80)[50:])
+    first = prepare_table([tmp_path / "first.csv"], tmp_path / "a", TABLE, limits=ONE_THREAD)
+    options = TableOptions(vocabulary=tmp_path / "a", grow=True)
+    second = prepare_table([tmp_path / "second.csv"], tmp_path / "b", None, options, ONE_THREAD)
+    assert second.schema.labels == first.schema.labels
+    require_grown_from(tmp_path / "a", first, tmp_path / "b", second)
+    expected = labels_of_csv(tmp_path / "second.csv")
+    for split in second.splits:
+        for row, labels in read_labels(tmp_path / "b", split).items():
+            np.testing.assert_array_equal(labels, expected[row])
+    other = dataclasses.replace(second, schema=dataclasses.replace(second.schema, labels=second.schema.labels[:2]))
+    with pytest.raises(
+        UserError, match=r"labels was 'click.*, rating \(number\)' and is 'click \(binary\), conversion \(binary\)'"
+    ):
+        require_grown_from(tmp_path / "a", first, tmp_path / "b", other)
+
+
+def test_raw_rows_have_labels_for_metrics_and_need_none_for_predictions(tmp_path: Path) -> None:
+    rows = raw_rows(40)
+    write_rows(tmp_path / "rows.csv", rows)
+    manifest = prepare_table([tmp_path / "rows.csv"], tmp_path / "dataset", TABLE, limits=ONE_THREAD)
+    expected = labels_of_csv(tmp_path / "rows.csv")
+    for names in ((), ("label", "weight")):
+        decoder = TableRowDecoder(tmp_path / "dataset", manifest, names)
+        given = [row if names else {"x": row["x"], "row": row["row"]} for row in rows]
+        decoded = decoder.decode(given_rows(given, decoder.columns).table)
+        assert not decoded.rejected and len(decoded.block.records) == 40
+        (batch,) = batches_of(manifest.schema, decoded.block, 40)
+        labels = batch["labels"]
+        assert isinstance(labels, torch.Tensor) and labels.shape == (40, 4)
+        known = [expected[row] if names else [NAN] * 4 for row in range(40)]
+        np.testing.assert_array_equal(labels.numpy(), known)
+        assert batch["weights"].tolist() == [row["importance"] if names else 1.0 for row in rows]
+
+
+def test_rows_without_a_header_may_lack_their_labels_all_together(tmp_path: Path) -> None:
+    names = ["click", "buy", "rating", "importance", "x", "row"]
+    text = TextFormat(header=False, columns=names)
+    schema = dataclasses.replace(TABLE, text=text, labels=TABLE.labels, weight=None)
+    (tmp_path / "rows.csv").write_text("0.5,3\n0.25,4\n")
+    unlabelled = dataclasses.replace(schema, labels={})
+    source = TableSource(find_inputs([tmp_path / "rows.csv"]), unlabelled, may_lack={*names[:4]})
+    (part,) = source.parts(1 << 20)
+    (block,) = (source.parse(raw) for raw in source.open(part, 1 << 20).raw_blocks())
+    assert not block.rejected and block.num_rows == 2
+    assert [column.tolist() for column in block.numbers] == [[0.5, 0.25]]
+
+
+def test_statistics_have_the_rate_of_each_label_and_its_missing_rows(tmp_path: Path) -> None:
+    make_dataset(tmp_path, 101)
+    found = dataset_statistics(tmp_path)
+    columns, weights = (
+        np.array([labels_of(row) for row in range(101)]).T,
+        np.array([1.0 + row % 4 for row in range(101)]),
+    )
+    assert found.labels == SCHEMA.label_names and found.splits["all"].label_rate is None
+    for name, column in zip(SCHEMA.label_names, columns, strict=True):
+        has_label = ~np.isnan(column)
+        rate = np.average(column[has_label], weights=weights[has_label])
+        assert found.splits["all"].labels[name].rate == pytest.approx(rate, rel=1e-12)
+        assert found.splits["all"].labels[name].missing == 101 - np.count_nonzero(has_label)
+        assert sum(rows.labels[name].missing for rows in found.periods.values()) == 101 - np.count_nonzero(has_label)
+    table = rows_table(found, found.splits)
+    assert table.headings[2:6] == [
+        "weighted label rate of click",
+        "click missing",
+        "weighted label rate of buy",
+        "buy missing",
+    ]
+    assert table.lines[0][1] == "101" and table.lines[0][5] == "34"
+    assert "weighted label rate of stars" in render_page(found)
+    assert commonest_table(found, "row").headings == ["id", "value", "count"]
+    assert json.loads(json.dumps(found.as_json()))["splits"]["all"]["labels"]["buy"]["missing"] == 34
 
 
 def test_a_dataset_of_one_label_is_as_it_was_before_several(tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ from distembed.reports.statistics.values import (
     EqualRows,
     FeatureStatistics,
     IdsOfSplit,
+    LabelStatistics,
     NumbersOfSplit,
     RowsStatistics,
 )
@@ -92,8 +93,8 @@ def dataset_statistics(
     return DatasetStatistics(
         dataset=str(dataset),
         train=train,
-        splits={name: _rate(rows.sums[name]) for name in names},
-        periods={name: _rate(rows.periods[name]) for name in in_order},
+        splits={name: _rates(rows.sums[name], manifest.schema) for name in names},
+        periods={name: _rates(rows.periods[name], manifest.schema) for name in in_order},
         features=features,
         columns={
             column: {name: counter.result() for name, counter in counters.items()}
@@ -114,8 +115,9 @@ class _Rows:
         self._schema, self._progress = manifest.schema, progress
         self._groups = {name: list_row_groups(folder, manifest, name) for name in names}
         self.sizes = {name: manifest.splits[name].num_rows for name in names}
-        # number of rows, sum of the weights and of the weighted labels, by split and by period
-        self.sums = {name: np.zeros(3) for name in names}
+        # by split and by period: number of rows, then of each label the number of rows that have it, the sum of their
+        # weights, and of their weighted labels
+        self.sums = {name: np.zeros(1 + 3 * len(self._schema.all_labels)) for name in names}
         self.periods: dict[str, NDArray[np.float64]] = {}
         per_row = dict.fromkeys(self._schema.dense, 1.0)
         per_row |= dict.fromkeys(self._schema.dense_sequences, max(1.0, self._schema.mean_list_length))
@@ -152,7 +154,13 @@ class _Rows:
     def _add(self, split: str, columns: GroupColumns) -> None:
         """Counts labels, numbers and hashes of the next rows of a split."""
         weights = columns.doubles(self._schema.weight, 1.0)
-        sums = np.stack([np.ones(columns.num_rows), weights, weights * columns.doubles(self._schema.label, math.nan)])
+        sums_of_labels = [np.ones(columns.num_rows)]
+        for name in self._schema.label_names:
+            labels = columns.doubles(name, math.nan)
+            # rows may lack one of several labels; the mean of an only label that is missing somewhere is not known
+            has_label = ~np.isnan(labels) if self._schema.labels else np.ones(len(labels), bool)
+            sums_of_labels += [has_label, has_label * weights, np.where(has_label, weights * labels, 0.0)]
+        sums = np.stack(sums_of_labels)
         for period, rows in self._periods(split, columns):
             self.periods[period] = self.periods.get(period, 0.0) + sums[:, rows].sum(1)
         self.sums[split] += sums.sum(1)
@@ -192,10 +200,16 @@ class _Rows:
         return EqualRows((len(distinct_indices) - len(counts)) * self._one_in, shares, 1 / self._one_in)
 
 
-def _rate(sums: NDArray[np.float64]) -> RowsStatistics:
-    """Returns the statistics of rows, given their number, weights and weighted labels."""
-    num_rows, weights, labels = sums.tolist()
-    return RowsStatistics(int(num_rows), labels / weights if weights > 0 and not math.isnan(labels) else None)
+def _rates(sums: NDArray[np.float64], schema: Schema) -> RowsStatistics:
+    """Returns the statistics of rows, given their number, and three sums for each label."""
+    num_rows = int(sums[0])
+    labels = {}
+    for name, (num_labels, weights, weighted) in zip(schema.label_names, sums[1:].reshape(-1, 3).tolist(), strict=True):
+        rate = weighted / weights if weights > 0 and not math.isnan(weighted) else None
+        labels[name] = LabelStatistics(rate, num_rows - int(num_labels))
+    if schema.label is not None:
+        return RowsStatistics(num_rows, labels[schema.label].rate)
+    return RowsStatistics(num_rows, None, labels)
 
 
 def _filled_columns(manifest: Manifest) -> tuple[str, ...]:
@@ -229,9 +243,9 @@ class GroupColumns:
         self.num_rows: int = len(table)
         # a hash of each row, times left out; NaN equals NaN, and 0 equals -0
         self.hashes = np.zeros(self.num_rows, np.uint64)
-        # columns of numbers, label and weight, row after row; NaN where there are none
+        # columns of numbers, labels and weight, row after row; NaN where there are none
         self.numbers: dict[str, tuple[NDArray[np.float32], Lengths]] = {}
-        for name in (*filter(None, (schema.label, schema.weight)), *schema.dense, *schema.dense_sequences):
+        for name in (*schema.targets, *schema.dense, *schema.dense_sequences):
             values, lengths = _values(table, name)
             numbers = pc.cast(values, pa.float32(), safe=False).to_numpy(zero_copy_only=False)
             self.numbers[name] = numbers, lengths

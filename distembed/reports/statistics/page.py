@@ -37,9 +37,18 @@ class TextTable:
 
 
 def rows_table(statistics: DatasetStatistics, rows: Mapping[str, RowsStatistics]) -> TextTable:
-    """Returns the number of rows and the label rate of splits or periods."""
-    lines = [[name, f"{split_rows.num_rows:,}", _rate(split_rows.label_rate)] for name, split_rows in rows.items()]
-    return TextTable(["rows", "number", rate_of_rows(statistics)], lines)
+    """Returns the number of rows and the label rate of splits or periods; of several labels, also how many miss."""
+    labels, rate = statistics.labels, rate_of_rows(statistics)
+    headings = ["rows", "number"] if labels else ["rows", "number", rate]
+    headings += [heading for label in labels for heading in (f"{rate} of {label}", f"{label} missing")]
+    lines = []
+    for name, some_rows in rows.items():
+        line = [name, f"{some_rows.num_rows:,}"]
+        line += [] if labels else [_rate(some_rows.label_rate)]
+        for label in labels:
+            line += [_rate(some_rows.labels[label].rate), f"{some_rows.labels[label].missing:,}"]
+        lines.append(line)
+    return TextTable(headings, lines)
 
 
 def features_table(statistics: DatasetStatistics) -> TextTable:
@@ -77,7 +86,8 @@ def commonest_table(statistics: DatasetStatistics, feature: str) -> TextTable:
     commonest = statistics.features[feature].commonest
     rate = "unweighted label rate" if statistics.is_weighted else "label rate"
     lines = [[str(id_.id), id_.value or "", f"{id_.count:,}", _rate(id_.label_rate)] for id_ in commonest]
-    return TextTable(["id", "value", "count", rate], lines)
+    table = TextTable(["id", "value", "count", rate], lines)
+    return table.only({name: name for name in table.headings if name != rate}) if statistics.labels else table
 
 
 def _share(value: float) -> str:
@@ -187,8 +197,15 @@ def _draw(draw: Callable[[Axes, DatasetStatistics], None], statistics: DatasetSt
 
 
 def _draw_rates(axes: Axes, statistics: DatasetStatistics) -> None:
-    rates = [math.nan if rows.label_rate is None else rows.label_rate for rows in statistics.periods.values()]
-    axes.plot(range(len(rates)), rates, marker="o", markersize=3, color=colour(0))
+    periods = statistics.periods.values()
+    by_label: dict[str, list[float | None]] = {
+        label: [rows.labels[label].rate for rows in periods] for label in statistics.labels
+    }
+    for index, (label, rates) in enumerate((by_label or {"": [rows.label_rate for rows in periods]}).items()):
+        drawn = [math.nan if rate is None else rate for rate in rates]
+        axes.plot(range(len(drawn)), drawn, marker="o", markersize=3, color=colour(index), label=label)
+    if by_label:
+        axes.legend(fontsize=7)
     _name_periods(axes, statistics)
     axes.set_ylabel(rate_of_rows(statistics))
 

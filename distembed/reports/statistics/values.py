@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from distembed.base.files import finite
@@ -16,11 +16,20 @@ TOP_SIZES = (1, 10, 100, 1000)
 
 
 @dataclass(frozen=True)
+class LabelStatistics:
+    """One of several labels of some rows."""
+
+    rate: float | None  # mean of the label, by the rows' weights; None where no row has it
+    missing: int  # number of rows without it
+
+
+@dataclass(frozen=True)
 class RowsStatistics:
     """Some rows: of a split, or of a part of it."""
 
     num_rows: int
-    label_rate: float | None  # mean of the label, by the rows' weights; None without rows or labels
+    label_rate: float | None  # mean of the only label, by the rows' weights; None without rows, or without one label
+    labels: Mapping[str, LabelStatistics] = field(default_factory=dict)  # several labels, by name
 
 
 @dataclass(frozen=True)
@@ -30,7 +39,7 @@ class CommonId:
     id: int
     value: str | None  # the raw value as text; None where the dataset does not say
     count: int  # how often training rows have it
-    label_rate: float | None  # mean label over the occurrences of the id; None without labels
+    label_rate: float | None  # mean label over the occurrences of the id; None without one label
 
 
 @dataclass(frozen=True)
@@ -96,6 +105,11 @@ class DatasetStatistics:
     # Columns of numbers whose missing values were replaced when the dataset was prepared, so that how many there were
     # is not known.
     filled: tuple[str, ...] = ()
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The names of several labels; () where rows have one label or none."""
+        return tuple(self.splits[self.train].labels)
 
     def as_json(self) -> dict[str, Any]:
         """Returns all of it in plain values; numbers that JSON cannot hold are null."""

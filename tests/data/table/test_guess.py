@@ -143,7 +143,7 @@ def test_outcomes_and_unsigned_ids_behind_semicolons_prepare(tmp_path: Path) -> 
         lines.append(f"c{rng.randrange(4)};{click};{click * rng.randrange(2)};{user}")
     schema, text = guessed("\n".join([*lines, ""]).encode(), "rows.csv", tmp_path)
     assert schema.label is not None and schema.label.column == "click" and schema.text.separator == ";"
-    assert "# conversion is left out: its name is an outcome's" in text
+    assert "# conversion is left out: its name is an outcome's" in text and "name both under `labels:`" in text
     assert {name: each.kind for name, each in schema.categorical.items()} == {"category": "string", "uid": "string"}
     assert "since integers end at 2^63" in text
     assert prepare_table([tmp_path / "rows.csv"], tmp_path / "made", schema).rejected.num_rows == 0

@@ -187,6 +187,10 @@ _OUTCOME = re.compile(
     r"comment|forward|install|download|subscribe|rating)(e?d)?(_?(label|flag))?|(label|target|y)_?[0-9]*",
     re.IGNORECASE,
 )
+_SECOND_OUTCOME = (
+    "its name is an outcome's, which is not known before the label; to predict both, name both under `labels:` in the "
+    "place of `label:`"
+)
 _FEW_OUTCOMES = 20  # an outcome's name is believed up to so many values: averages and sums of the past have more
 _WEIGHTS = ("weight", "sample_weight", "row_weight", "importance")
 _TIME_NAME = re.compile(r"(^|_|\b)(hour|day|ts|at)($|_|\b)|(^|_|\b)(date)?time|(time|date|datum|stamp)($|_|\b)", re.I)
@@ -263,7 +267,7 @@ def _guesses(columns: Sequence[ColumnProfile]) -> Iterator[_Guess]:
         elif reason := _why_useless(column):
             yield _Guess("left out", name, {}, reason)
         elif label is not None and column.kind != LIST and _OUTCOME.fullmatch(name) and _has_few_values(column):
-            yield _Guess("left out", name, {}, "its name is an outcome's, which is not known before the label")
+            yield _Guess("left out", name, {}, _SECOND_OUTCOME)
         elif format:
             yield _Guess("left out", name, {}, "it is a time, of which the schema has one")
         else:
