@@ -209,8 +209,9 @@ def _ids_per_row(schema: Schema) -> dict[str, float]:
 
 
 def _batch(schema: Schema, num_rows: int, jagged: Callable[[BatchField], KeyedJaggedTensor]) -> Batch:
-    shapes = {field: (num_rows,) if field.is_vector else (num_rows, len(field.columns)) for field in schema.fields}
-    fields = {field.name: jagged(field) if field.is_jagged else torch.zeros(shape) for field, shape in shapes.items()}
+    fields = {
+        field.name: jagged(field) if field.is_jagged else torch.zeros(field.shape(num_rows)) for field in schema.fields
+    }
     return Batch(fields, num_rows)
 
 

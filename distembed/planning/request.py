@@ -35,8 +35,8 @@ class Workload:
     ids_per_row: Mapping[str, float] = field(default_factory=dict)
     # features with several ids in a row; a feature with more than one on average is among them
     multi_hot: Set[str] = frozenset()
-    # number of 4-byte values of a row besides its ids and label: dense features, and numbers in lists with their
-    # lengths, on average
+    # number of 4-byte values of a row besides its ids and one label: dense features, further labels, and numbers in
+    # lists with their lengths, on average
     num_dense: int = 0
     # memory and operations of the networks for a rank's share of B; None where they are unknown
     network: NetworkEstimate | None = None

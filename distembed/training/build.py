@@ -165,8 +165,10 @@ class Blueprint:
             batch_size=train.batch_size,
             ids_per_row={feature.name: feature.mean_ids_per_row for feature in features},
             multi_hot={feature.name for feature in features if feature.multi_hot},
-            # a list of numbers is sent as its length and its entries
-            num_dense=len(schema.dense) + math.ceil(len(schema.dense_sequences) * (1 + schema.mean_list_length)),
+            # a list of numbers is sent as its length and its entries; the first of several labels is counted apart
+            num_dense=len(schema.dense)
+            + math.ceil(len(schema.dense_sequences) * (1 + schema.mean_list_length))
+            + max(0, len(schema.labels) - 1),
             network=network,
             bf16=self.bf16,
             graph_bytes=graph_bytes(self.sse, self.device.type),

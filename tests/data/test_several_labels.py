@@ -28,6 +28,7 @@ from distembed.data.reader import Batch, BatchOrder, BatchReader
 from distembed.data.table.schema import TableSchema, TextFormat
 from distembed.reports.statistics import dataset_statistics
 from distembed.reports.statistics.page import commonest_table, render_page, rows_table
+from distembed.serving.export.parity import made_up_batch
 from distembed.serving.row_decoder import TableRowDecoder, batches_of, given_rows
 from distembed.tasks import ClickConfig, NextItemConfig, RankingConfig, RatingConfig, batch_schema
 
@@ -363,6 +364,15 @@ def test_rows_without_a_header_may_lack_their_labels_all_together(tmp_path: Path
     assert [column.tolist() for column in block.numbers] == [[0.5, 0.25]]
 
 
+def test_a_made_up_batch_has_the_shape_of_a_read_one(tmp_path: Path) -> None:
+    make_dataset(tmp_path, 8)
+    (read,) = BatchReader(tmp_path, "all", BatchOrder(8))
+    made_up = made_up_batch(SCHEMA, 8)
+    for name in ("labels", "weights", "dense_features"):
+        values = made_up[name]
+        assert isinstance(values, torch.Tensor) and values.shape == read[name].shape  # type: ignore[union-attr]
+
+
 def test_statistics_have_the_rate_of_each_label_and_its_missing_rows(tmp_path: Path) -> None:
     make_dataset(tmp_path, 101)
     found = dataset_statistics(tmp_path)
@@ -378,16 +388,17 @@ def test_statistics_have_the_rate_of_each_label_and_its_missing_rows(tmp_path: P
         assert found.splits["all"].labels[name].missing == 101 - np.count_nonzero(has_label)
         assert sum(rows.labels[name].missing for rows in found.periods.values()) == 101 - np.count_nonzero(has_label)
     table = rows_table(found, found.splits)
-    assert table.headings[2:6] == [
-        "weighted label rate of click",
-        "click missing",
-        "weighted label rate of buy",
-        "buy missing",
-    ]
+    assert table.headings[2:6] == ["weighted mean of click", "missing", "weighted mean of buy", "missing"]
     assert table.lines[0][1] == "101" and table.lines[0][5] == "34"
-    assert "weighted label rate of stars" in render_page(found)
     assert commonest_table(found, "row").headings == ["id", "value", "count"]
     assert json.loads(json.dumps(found.as_json()))["splits"]["all"]["labels"]["buy"]["missing"] == 34
+
+
+@pytest.mark.thorough
+def test_the_page_of_statistics_shows_each_label(tmp_path: Path) -> None:
+    make_dataset(tmp_path, 101)
+    page = render_page(dataset_statistics(tmp_path))
+    assert "<th>weighted mean of stars</th><th>missing</th>" in page and "<svg" in page
 
 
 def test_a_dataset_of_one_label_is_as_it_was_before_several(tmp_path: Path) -> None:

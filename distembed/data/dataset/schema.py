@@ -106,6 +106,10 @@ class BatchField:
     is_jagged: bool = False  # a KeyedJaggedTensor with a key for each column: of ids, or of float32 numbers
     is_vector: bool = False  # a tensor [batch] of the only column
 
+    def shape(self, num_rows: int) -> tuple[int, ...]:
+        """Returns the shape of the tensor of a batch of ``num_rows`` rows, of a field that is not jagged."""
+        return (num_rows,) if self.is_vector else (num_rows, len(self.columns))
+
 
 @dataclass(frozen=True)
 class Schema:

@@ -40,7 +40,8 @@ def rows_table(statistics: DatasetStatistics, rows: Mapping[str, RowsStatistics]
     """Returns the number of rows and the label rate of splits or periods; of several labels, also how many miss."""
     labels, rate = statistics.labels, rate_of_rows(statistics)
     headings = ["rows", "number"] if labels else ["rows", "number", rate]
-    headings += [heading for label in labels for heading in (f"{rate} of {label}", f"{label} missing")]
+    mean = "weighted mean" if statistics.is_weighted else "mean"
+    headings += [heading for label in labels for heading in (f"{mean} of {label}", "missing")]
     lines = []
     for name, some_rows in rows.items():
         line = [name, f"{some_rows.num_rows:,}"]

@@ -25,7 +25,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from distembed.base.errors import RunError
 from distembed.data.dataset.manifest import Manifest
-from distembed.data.dataset.schema import DENSE_FEATURES, ITEM, ITEM_TARGET, SPARSE_FEATURES, Schema
+from distembed.data.dataset.schema import DENSE_FEATURES, ITEM, ITEM_TARGET, LABELS, SPARSE_FEATURES, WEIGHTS, Schema
 from distembed.data.reader import Batch, BatchOrder, BatchReader
 from distembed.serving.export.recommenders import RecommendingModel
 from distembed.serving.export.score_program import ScoredModel
@@ -93,7 +93,8 @@ def made_up_batch(schema: Schema, num_rows: int, seed: int = 0) -> Batch:
     features = KeyedJaggedTensor(list(schema.categorical_names), torch.cat(ids), lengths=torch.cat(lengths))
     dense = torch.rand(num_rows, len(schema.dense), generator=generator)
     fields = {DENSE_FEATURES: dense, SPARSE_FEATURES: features}
-    fields |= {field.name: torch.zeros(num_rows) for field in schema.fields if field.is_vector}
+    targets = (field for field in schema.fields if field.name in (LABELS, WEIGHTS))
+    fields |= {field.name: torch.zeros(field.shape(num_rows)) for field in targets}
     return Batch(fields, num_rows)
 
 
