@@ -19,6 +19,7 @@ import torch
 from distembed.base.errors import UserError
 from distembed.data import CategoricalFeature, Label, Manifest, Schema, create_manifest
 from distembed.data.dataset.kept import require_grown_from
+from distembed.data.dataset.manifest import LabelSummary
 from distembed.data.prepare import ResourceLimits
 from distembed.data.prepare.pipeline import dataset_warnings, describe_dataset
 from distembed.data.prepare.table import TableOptions, prepare_table
@@ -28,6 +29,7 @@ from distembed.data.reader import Batch, BatchOrder, BatchReader
 from distembed.data.table.schema import TableSchema, TextFormat
 from distembed.reports.statistics import dataset_statistics
 from distembed.reports.statistics.page import commonest_table, render_page, rows_table
+from distembed.reports.statistics.values import LabelStatistics
 from distembed.serving.export.parity import made_up_batch
 from distembed.serving.row_decoder import TableRowDecoder, batches_of, given_rows
 from distembed.tasks import ClickConfig, NextItemConfig, RankingConfig, RatingConfig, batch_schema
@@ -312,6 +314,17 @@ def one_label_lines() -> Iterator[str]:
         label = "maybe" if row % 31 == 30 else "" if row % 40 == 39 else row % 3 % 2
         numbers = f"{1 + row % 4},{row * 7 % 90},{'' if row % 5 == 0 else row},{row % 11 / 2}"
         yield f"{label},{numbers},s{row % 6},{'|'.join('abc'[: row % 4])}"
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.jsonl", "rows.parquet"])
+def test_a_label_that_no_row_has_is_missing_everywhere(tmp_path: Path, name: str) -> None:
+    write_rows(tmp_path / name, [row | {"buy": None} for row in raw_rows(40)])
+    manifest = prepare_table([tmp_path / name], tmp_path / "dataset", TABLE, limits=ONE_THREAD)
+    for split in manifest.splits.values():
+        assert split.labels is not None and split.labels["conversion"] == LabelSummary(0, None)
+    assert all(math.isnan(labels[1]) for labels in read_labels(tmp_path / "dataset", "train").values())
+    assert "no row has the label 'conversion': a model learns nothing of it" in dataset_warnings(manifest)
+    assert dataset_statistics(tmp_path / "dataset").splits["train"].labels["conversion"] == LabelStatistics(None, 24)
 
 
 def test_later_rows_get_the_labels_of_the_schema_of_the_first_day(tmp_path: Path) -> None:
