@@ -23,6 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ from distembed.base.ranks import Collectives
 from distembed.base.units import enumerate_lines
 from distembed.checkpoints.blocks import DamagedFile, dtype_name, index_bytes, not_read, read_blocks, write_blocks
 from distembed.checkpoints.content import (
+    AVERAGE,
     CheckpointContent,
     Progress,
     all_optimizer_names,
@@ -154,7 +156,8 @@ def load_checkpoint(
     Args:
         checkpoint: Local path or URL of a checkpoint that is whole.
         model: A model as for :func:`save_checkpoint`, under any plan on any number of ranks.
-        optimizer: The optimizer of its parameters; None to leave optimizer state alone.
+        optimizer: The optimizer of its parameters. None leaves optimizer state alone and loads the model for use, with
+            averaged weights where the checkpoint has averages.
         collectives: The ranks; None for the ranks of the default process group.
 
     Returns:
@@ -179,13 +182,22 @@ class ResumedRun:
     tensors: dict[str, list[Tensor]]
 
 
-def restore_run(checkpoint: str, model: nn.Module, optimizer: KeyedOptimizer, collectives: Collectives) -> ResumedRun:
+def restore_run(
+    checkpoint: str,
+    model: nn.Module,
+    optimizer: KeyedOptimizer,
+    collectives: Collectives,
+    averages: Mapping[str, Tensor] | None = None,
+) -> ResumedRun:
     """Reads a checkpoint as :func:`load_checkpoint` does, and sets torch's random state; all ranks call it.
 
-    A checkpoint without a run's random state or progress is a :class:`DamagedCheckpoint`.
+    ``averages`` are averages of weights, to be read too. A checkpoint without a run's random state or progress, or
+    without these averages, is a :class:`DamagedCheckpoint`.
     """
     rank, world_size = collectives.rank, collectives.world_size
-    saved, saved_tensors = _load(checkpoint, model, optimizer, collectives, with_run_state=True)
+    saved, saved_tensors = _load(
+        checkpoint, model, optimizer, collectives, with_run_state=True, averages=averages or {}
+    )
     if "random.cpu.0" not in saved_tensors or any(key not in saved.progress for key in _RUN_KEYS):
         raise not_read(checkpoint, DamagedFile("it is not the checkpoint of a run"))
     random: dict[str, Tensor] = {}
@@ -235,11 +247,12 @@ def _load(
     collectives: Collectives,
     with_run_state: bool = False,
     before: nn.Module | None = None,
+    averages: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> tuple[SavedCheckpoint, dict[str, Tensor]]:
     """Reads a checkpoint into the live model and its optimizer; all ranks call it.
 
     Returns the checkpoint's description and, with ``with_run_state``, the tensors of a run's state by saved tensor.
-    ``before`` is a model of the saved sizes, where the live model may have more rows.
+    ``before`` is a model of the saved sizes, where the live model may have more rows. ``averages`` are filled too.
     """
     weights = live_weights(model)
     saved_weights = weights if before is None else live_weights(before)
@@ -269,7 +282,10 @@ def _load(
     to_read = {f"model.{name}": shards for name, shards in weights.items()}
     to_read |= {name: TensorShards.from_value(tensor) for name, tensor in further.items()}
     to_read |= saved.states_to_read(states)
-    on_every_rank(collectives, partial(read_blocks, checkpoint, saved.tensors, to_read))
+    to_read |= {f"{AVERAGE}{name}": TensorShards.from_value(average) for name, average in averages.items()}
+    # a model without its optimizer is not trained on
+    tensors = saved.tensors_for_use() if optimizer is None else saved.tensors
+    on_every_rank(collectives, partial(read_blocks, checkpoint, tensors, to_read))
     for lookup in sharded_lookups(model):
         lookup.purge()  # drops the device's cached rows of tables in host memory, which now hold other numbers
     if optimizer is not None and "step" in saved.progress:
@@ -325,19 +341,20 @@ def _earlier_rows(live: TensorShards, num_rows: int) -> TensorShards:
 
 
 def load_weights(checkpoint: Path | str, suffixes: Sequence[str]) -> list[Tensor]:
-    """Reads single weights from a checkpoint, on one process, without building a model.
+    """Reads single weights from a checkpoint, averaged where it has averages, on one process without building a model.
 
     Returns a weight for each of ``suffixes``, in their order: ``bias`` finds ``model.top.bias``. A suffix that fits no
     weight, or several, is a :class:`UserError`.
     """
     saved, weights = SavedCheckpoint.read(str(checkpoint)), {}
+    tensors = saved.tensors_for_use()
     for suffix in suffixes:
-        names = [name for name in saved.tensors if name.startswith("model.") and name.endswith(f".{suffix}")]
+        names = [name for name in tensors if name.startswith("model.") and name.endswith(f".{suffix}")]
         if len(names) != 1:
             raise UserError(
                 f"{checkpoint} has {len(names)} weights that end in .{suffix}; use the config that the run was started "
                 "with."
             )
         weights[names[0]] = saved.empty(names[0])
-    read_blocks(saved.path, saved.tensors, {name: TensorShards.from_value(weight) for name, weight in weights.items()})
+    read_blocks(saved.path, tensors, {name: TensorShards.from_value(weight) for name, weight in weights.items()})
     return list(weights.values())

@@ -3,6 +3,7 @@
 The names of tensors do not depend on the layout::
 
     model.NAME              a weight or buffer of the model
+    average.NAME            a moving average of a weight, see distembed.optim.averages
     optimizer.NAME.STATE    see distembed.checkpoints.optimizer_state
     random.DEVICE.RANK      the state of torch's random number generators on a rank
     ranks.NAME.RANK         a tensor that a rank has for itself, for example its place in the dataset
@@ -34,13 +35,23 @@ from distembed.optim.kinds import OPTIMIZERS
 from distembed.optim.live_state import optimizer_names, parameter_states
 from distembed.sharding.parameters import ShardedParameters
 
+AVERAGE = "average."
+"""Beginning of the names of averaged weights."""
+
 
 @dataclass(frozen=True)
 class Progress:
-    """How far training has come: values for JSON, equal on all ranks, and tensors of this rank alone."""
+    """How far training has come.
+
+    Attributes:
+        values: Values for JSON, equal on all ranks.
+        tensors: Tensors of this rank alone.
+        averages: Averages of weights that every rank has, by the names of the weights.
+    """
 
     values: Mapping[str, Any]
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    averages: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -74,6 +85,8 @@ class CheckpointContent:
             _require_step(optimizers.values(), progress.values)
         rank, world_size = collectives.rank, collectives.world_size
         tensors = tensors_to_save(weights, states, rank, world_size)
+        for weight, average in progress.averages.items():
+            tensors[f"{AVERAGE}{weight}"] = TensorShards.from_value(average).to_save(weight, rank, world_size)
         for section, values in (("random", random_state()), ("ranks", progress.tensors)):
             tensors |= {f"{section}.{key}.{rank}": TensorShards.from_value(value) for key, value in values.items()}
         last_file = {

@@ -1,13 +1,13 @@
 """The checkpoints of a run, and writing one while training goes on."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from fsspec.implementations.local import LocalFileSystem
-from torch import nn
+from torch import Tensor, nn
 from torchrec.optim.keyed import KeyedOptimizer
 
 from distembed.base.errors import DamagedCheckpoint, UserError
@@ -128,11 +128,18 @@ class Checkpoints:
                 "train.checkpoint_dir, or remove the file .run in it if that run is gone or has moved."
             )
 
-    def restore(self, model: nn.Module, optimizer: KeyedOptimizer, say: Callable[[str], None]) -> ResumedRun | None:
+    def restore(
+        self,
+        model: nn.Module,
+        optimizer: KeyedOptimizer,
+        say: Callable[[str], None],
+        averages: Mapping[str, Tensor] | None = None,
+    ) -> ResumedRun | None:
         """Reads the newest checkpoint that is not damaged into the live model, and sets torch's random state.
 
         Changes no files: :meth:`tidy` sets damaged checkpoints aside later, once the run owns the place. Returns None
-        where there is no checkpoint. ``say`` prints a line for each damaged checkpoint.
+        where there is no checkpoint. ``say`` prints a line for each damaged checkpoint. ``averages`` of weights are
+        read too.
 
         Raises:
             UserError: The place cannot be used, the checkpoint is of another model or of other optimizers, or all
@@ -143,7 +150,7 @@ class Checkpoints:
         for name in reversed(self._names()):
             checkpoint = self._store.checkpoint_path(name)
             try:
-                resumed = restore_run(checkpoint, model, optimizer, self._collectives)
+                resumed = restore_run(checkpoint, model, optimizer, self._collectives, averages)
             except DamagedCheckpoint as damage:
                 self._damaged.append(name)
                 damages.append(str(damage))

@@ -19,7 +19,7 @@ from distembed.checkpoints.blocks import (
     parse_index,
     require_files,
 )
-from distembed.checkpoints.content import random_state
+from distembed.checkpoints.content import AVERAGE, random_state
 from distembed.checkpoints.optimizer_state import blend_columns
 from distembed.checkpoints.shards import TensorShards
 from distembed.checkpoints.store import (
@@ -80,6 +80,15 @@ class SavedCheckpoint:
     def optimizer_steps(self) -> int:
         """Number of steps that the optimizer states have taken in: this run's steps, and :data:`STEPS_BEFORE`."""
         return int(self.progress["step"]) + int(self.progress.get(STEPS_BEFORE, 0))
+
+    def tensors_for_use(self) -> Mapping[str, SavedTensor]:
+        """Returns the tensors as a trained model is used: an averaged weight has the name of its weight."""
+        averages = {
+            f"model.{key.removeprefix(AVERAGE)}": tensor
+            for key, tensor in self.tensors.items()
+            if key.startswith(AVERAGE)
+        }
+        return {**{key: self.tensors[key] for key in self.tensors if not key.startswith(AVERAGE)}, **averages}
 
     def differences(
         self, weights: Mapping[str, TensorShards], tables: Mapping[str, str], optimizers: Mapping[str, str] | None

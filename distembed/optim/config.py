@@ -83,6 +83,15 @@ class DenseOptimizerConfig:
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
+class EMAConfig:
+    """Exponential moving averages of the networks' weights; see :mod:`distembed.optim.averages`."""
+
+    # share of the averages that a step keeps; they reach over about 1 / (1 - decay) steps
+    decay: Annotated[float, Field(gt=0, lt=1)] = 0.999
+    start_step: Annotated[int, Field(ge=0)] = 0  # number of steps until which the averages are the weights themselves
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class SparseOptimizerConfig:
     """Optimizer of the embedding tables.
 

@@ -11,7 +11,7 @@ rows all have gradients.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -267,16 +267,30 @@ def table_parameters(model: nn.Module) -> list[nn.Parameter]:
     Args:
         model: A model as it was built, or the ``DistributedModelParallel`` of it.
     """
-    return [
-        parameter
-        for collection in model.modules()
-        if isinstance(collection, _COLLECTIONS)
-        for attribute in _VECTORS
-        if isinstance(vectors := getattr(collection, attribute, None), nn.ModuleDict)
-        for name, module in vectors.items()
-        if name not in _dense_weights(collection)
-        for parameter in module.parameters()
-    ]
+    return [parameter for collection, name, parameter in _all_vectors(model) if name not in _dense_weights(collection)]
+
+
+def averaged_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Returns the parameters that are trained and that every rank has: networks and path functions, by name.
+
+    Tables are not among them, and tables with ``dense_gradient`` are not either.
+    """
+    in_tables = {id(parameter) for _, _, parameter in _all_vectors(model)}
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and id(parameter) not in in_tables
+    }
+
+
+def _all_vectors(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """Yields each collection with the name of a table or partition and the parameter of its vectors."""
+    for collection in model.modules():
+        for attribute in _VECTORS if isinstance(collection, _COLLECTIONS) else ():
+            vectors = getattr(collection, attribute, None)
+            for name, module in vectors.items() if isinstance(vectors, nn.ModuleDict) else ():
+                for parameter in module.parameters():
+                    yield collection, name, parameter
 
 
 def _dense_weights(collection: nn.Module) -> set[str]:

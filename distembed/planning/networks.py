@@ -48,7 +48,7 @@ class NetworkEstimate:
     parameters: int = 0
     buffers: int = 0  # tensors that are not trained, like an order of pairs
     gradients: int = 0  # with several ranks, views of DDP's buckets
-    optimizer_state: int = 0
+    optimizer_state: int = 0  # with the averages of train.ema
     # most bytes at once in the forward and backward passes, besides all the above where ranks average gradients in
     # buckets; on a single rank gradients are among them as they arise
     peak: int = 0

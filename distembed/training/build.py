@@ -21,9 +21,11 @@ from distembed.embedding.collections import embedding_modules, table_configs
 from distembed.embedding.settings import VectorExchange
 from distembed.models import Model, ModelInputs
 from distembed.models.config import plan_values
+from distembed.optim.averages import AveragedWeights
 from distembed.optim.declared import TableOptimizers
 from distembed.optim.optimizers import (
     Optimizers,
+    averaged_parameters,
     fuse_sparse_optimizer,
     needs_dense_kernel,
     table_parameters,
@@ -161,6 +163,8 @@ class Blueprint:
             self.world_size,
             pads_lists=self.device.type == "cuda",
         )
+        if train.ema is not None:  # an average of each weight that has a gradient
+            network = dataclasses.replace(network, optimizer_state=network.optimizer_state + network.gradients)
         return Workload(
             batch_size=train.batch_size,
             ids_per_row={feature.name: feature.mean_ids_per_row for feature in features},
@@ -204,6 +208,7 @@ class TrainingState:
         model: The task's model under ``DistributedModelParallel``.
         task: The task that the model learns.
         optimizers: The optimizers of all parameters of the model.
+        averages: The averages of the networks' weights, none unless ``train.ema`` asks for them.
         pipeline: Steps the model through batches.
         plan: Where the shards of every table are.
         plan_inputs: The inputs of the plan.
@@ -214,6 +219,7 @@ class TrainingState:
     model: DistributedModelParallel
     task: Task
     optimizers: Optimizers
+    averages: AveragedWeights
     pipeline: StepPipeline
     plan: ShardingPlan
     plan_inputs: PlanInputs
@@ -272,9 +278,10 @@ def build_training_state(
             module.in_place = True  # a batch's ids may be overwritten: only the model reads them, once
     train = blueprint.config.train
     optimizers = Optimizers(model, train.dense_optimizer, train.sparse_optimizer, num_steps)
+    averages = AveragedWeights(averaged_parameters(model), train.ema)
     pipeline = StepPipeline(model, optimizers.combined, ranks)
     threads = blueprint.config.data.threads_of_rank(ranks.local_world_size)
-    return TrainingState(model, task_model.task, optimizers, pipeline, plan, inputs, blueprint.bf16, threads)
+    return TrainingState(model, task_model.task, optimizers, averages, pipeline, plan, inputs, blueprint.bf16, threads)
 
 
 def used_precision(precision: str, ranks: Ranks) -> str:
@@ -352,4 +359,6 @@ def take_over(initial: InitialRun, blueprint: Blueprint, state: TrainingState) -
     """
     earlier = dataclasses.replace(blueprint, config=initial.config, schema=initial.schema, sse={})
     before = TaskModel(earlier.build_unsharded(), earlier.task, blueprint.world_size, blueprint.device, blueprint.bf16)
-    return load_grown(initial.checkpoint, before, state.model, state.optimizers.combined, Collectives())
+    steps = load_grown(initial.checkpoint, before, state.model, state.optimizers.combined, Collectives())
+    state.averages.update(0)  # begins with the weights that are loaded
+    return steps

@@ -174,9 +174,9 @@ def load_training_state(
     Raises:
         UserError: The run has no checkpoint, or the dataset has other tables than the run was trained on.
     """
-    # Nothing is trained, so the optimizer is one that every device has. A task reads statistics of the dataset that the
-    # run was trained on, such as the mean label, from the part of the dataset that the run keeps.
-    train = dataclasses.replace(config.train, sparse_optimizer=SparseOptimizerConfig(name="sgd"))
+    # Nothing is trained: the optimizer is one that every device has, and averages are read as weights. A task reads
+    # statistics of the dataset that the run was trained on, such as the mean label, from the part that the run keeps.
+    train = dataclasses.replace(config.train, sparse_optimizer=SparseOptimizerConfig(name="sgd"), ema=None)
     kept_folder = kept_dataset(run_dir)
     data = config.data if kept_folder is None else dataclasses.replace(config.data, path=str(kept_folder))
     config = dataclasses.replace(config, train=train, data=data)

@@ -19,7 +19,7 @@ from distembed.base.errors import UserError
 from distembed.base.names import STRICT, one_of
 from distembed.base.validation import Count, Interval
 from distembed.embedding.settings import QuantizedCommsConfig
-from distembed.optim.config import DenseOptimizerConfig, NonNegativeNumber, SparseOptimizerConfig
+from distembed.optim.config import DenseOptimizerConfig, EMAConfig, NonNegativeNumber, SparseOptimizerConfig
 from distembed.tasks.reported_metrics import ReportedMetric
 from distembed.training.loggers import LOGGERS
 
@@ -45,6 +45,8 @@ class TrainConfig:
         seed: Seed of the weights, the order of rows and everything else that is random.
         dense_optimizer: Optimizer of the networks.
         sparse_optimizer: Optimizer of the embedding tables.
+        ema: Moving averages of the networks' weights, which evaluations, exports and predictions are made with in place
+            of the weights that are trained; null for none. Tables are not averaged.
         precision: Arithmetic of the networks: ``bf16`` for autocast, ``fp32``, ``tf32`` for float32 whose products of
             matrices a GPU computes from 10 bits of each factor's fraction, or ``auto`` for bf16 where every
             rank's device multiplies matrices faster in it, else fp32.
@@ -73,6 +75,7 @@ class TrainConfig:
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     dense_optimizer: DenseOptimizerConfig = field(default_factory=DenseOptimizerConfig)
     sparse_optimizer: SparseOptimizerConfig = field(default_factory=SparseOptimizerConfig)
+    ema: EMAConfig | None = None
     precision: Literal["auto", "bf16", "tf32", "fp32"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     quantized_comms: QuantizedCommsConfig = field(default_factory=QuantizedCommsConfig)

@@ -8,6 +8,7 @@ training is left in it when the model is evaluated or saved.
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from itertools import islice
 from typing import Any
 
@@ -204,7 +205,10 @@ class Trainer:
             The metrics on rank 0, and nothing on other ranks.
         """
         started = time.perf_counter()
-        task, rows = self._state.task, score_split(self._state, self._dataset, split, self._ranks)
+        task, averages = self._state.task, self._state.averages
+        # load_best has loaded averages already
+        with averages.in_use() if self._evaluated_step is None else nullcontext():
+            rows = score_split(self._state, self._dataset, split, self._ranks)
         if not self._ranks.is_first:
             return {}
         values = {"split": split, "samples": self._samples, **task.metrics(rows)}
@@ -222,6 +226,7 @@ class Trainer:
         for loss, outputs in self._state.pipeline.outputs(self._batches(end - self._step)):
             self._step += 1
             self._num_in_flight -= 1
+            self._state.averages.update(self._step)
             self._record_step(loss, outputs)
             if self._step % self._config.train.log_every == 0 or self._step == self.num_steps:
                 self._log()
@@ -365,7 +370,7 @@ class Trainer:
             self._step,
             state.model,
             state.optimizers.combined,
-            Progress(values, self._window.tensors()),
+            Progress(values, self._window.tensors(), state.averages.values),
             say=lambda text: self._progress.say(f"{step}  {text}"),
             is_due=is_due,
         )
@@ -375,7 +380,8 @@ class Trainer:
 
         It restores model, optimizers, reader and counters. A checkpoint of another run is refused.
         """
-        resumed = self._checkpoints.restore(self._state.model, self._state.optimizers.combined, self._say)
+        state = self._state
+        resumed = self._checkpoints.restore(state.model, state.optimizers.combined, self._say, state.averages.values)
         if resumed is not None:
             values = resumed.values
             if values.get("run", self._start.run_id) != self._start.run_id:

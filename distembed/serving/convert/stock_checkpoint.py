@@ -55,7 +55,7 @@ class StockCheckpoint(Mapping[str, Tensor]):
 def _read_index(folder: Path) -> Mapping[str, SavedTensor]:
     """Returns the tensors of a folder: of torch's own format, or of a run of distembed."""
     if (folder / LAST_FILE).exists():
-        return SavedCheckpoint.read(str(folder)).tensors
+        return SavedCheckpoint.read(str(folder)).tensors_for_use()
     try:
         return parse_torch_index((folder / METADATA_FILE).read_bytes())
     except FileNotFoundError:
