@@ -169,7 +169,8 @@ def typical_batch(schema: Schema, num_rows: int, pads_lists: bool = False) -> Ba
         most_ids = {
             feature.name: feature.max_ids_per_row for feature in dataset_features if feature.max_ids_per_row is not None
         }
-        most_ids |= dict.fromkeys(schema.dense_sequences, max(most_ids.values())) if most_ids else {}
+        if not schema.beside:  # else lists of numbers are as long as their own column of ids
+            most_ids |= dict.fromkeys(schema.dense_sequences, max(most_ids.values())) if most_ids else {}
         lengths |= {name: torch.full((num_rows,), count, dtype=torch.int32) for name, count in most_ids.items()}
     sizes = {feature.name: feature.num_embeddings for feature in schema.categorical}
 
@@ -205,7 +206,7 @@ def batch_of_shapes(schema: Schema, num_rows: int) -> Batch:
 
 def _ids_per_row(schema: Schema) -> dict[str, float]:
     means = {feature.name: feature.mean_ids_per_row for feature in schema.categorical}
-    return means | dict.fromkeys(schema.dense_sequences, schema.mean_list_length)
+    return means | {name: schema.mean_numbers_per_row(name) for name in schema.dense_sequences}
 
 
 def _batch(schema: Schema, num_rows: int, jagged: Callable[[BatchField], KeyedJaggedTensor]) -> Batch:

@@ -43,6 +43,7 @@ _REASONS = {
     "label": "is no label",
     "weight": "is no weight of 0 or more",
     "dense": "is no finite number",
+    "list": "is no list with one finite number for each value beside it",
     "id": "is no value of this column's kind",
     "user": "is no user of the dataset",
     "sequence": "has no item of the dataset",

@@ -171,7 +171,7 @@ class Blueprint:
             multi_hot={feature.name for feature in features if feature.multi_hot},
             # a list of numbers is sent as its length and its entries; the first of several labels is counted apart
             num_dense=len(schema.dense)
-            + math.ceil(len(schema.dense_sequences) * (1 + schema.mean_list_length))
+            + math.ceil(sum(1 + schema.mean_numbers_per_row(name) for name in schema.dense_sequences))
             + max(0, len(schema.labels) - 1),
             network=network,
             bf16=self.bf16,

@@ -97,6 +97,29 @@ def test_nothing_but_lists(tmp_path: Path) -> None:
     assert batch["dense_features"].shape == (3, 0)
 
 
+def test_numbers_are_as_long_as_their_own_list_and_lists_are_cut_to_the_last_ids(tmp_path: Path) -> None:
+    item = CategoricalFeature("item", 50, True, 2.0, max_ids_per_row=2)
+    columns = {
+        "item": [[3, 1, 4], [], [2, 7]],
+        "hour": [[5], [6, 1, 1, 2], []],
+        "price": [[0.5, 0.25, 1.5], [], [1.0, 3.0]],
+        "share": [[1.0], [2.0, 3.0, 4.0, 5.0], []],
+    }
+    schema = Schema(None, (), (item, HOUR), ("price", "share"), beside=("item", "hour"))
+    assert Schema.from_json(schema.to_json()) == schema
+    (batch,) = open_reader(write(tmp_path, schema, columns), shuffle=False)
+    ids, numbers = batch["sparse_features"], batch["dense_sequences"]
+    assert lists(ids, "item") == [[1, 4], [], [2, 7]] and lists(ids, "hour") == columns["hour"]
+    assert lists(numbers, "price") == [[0.25, 1.5], [], [1.0, 3.0]] and lists(numbers, "share") == columns["share"]
+    wrong = write(tmp_path / "wrong", schema, columns | {"share": [[1.0], [2.0], []]})
+    with pytest.raises(UserError, match="row group 0, column 'share': row 1 has 1 numbers, and 'hour' has 4 values"):
+        list(open_reader(wrong))
+    typical = typical_batch(schema, 100)
+    assert typical["dense_sequences"].length_per_key() == typical["sparse_features"].length_per_key()
+    with pytest.raises(UserError, match="beside is item, user: name one of the list columns"):
+        Schema(None, (), (USER, item, HOUR), ("price", "share"), beside=("item", "user"))
+
+
 @pytest.mark.parametrize("is_wide", [False, True])
 def test_ratings(tmp_path: Path, is_wide: bool) -> None:
     """Any finite number is a label, and a column of another feature's table is read as any other."""

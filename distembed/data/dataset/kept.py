@@ -78,7 +78,7 @@ def _place(source: Path, target: Path, links: bool) -> None:
         shutil.copyfile(source, target)
 
 
-_SAME_COLUMNS = ("dense", "dense_sequences", "missing_dense", "label_kind")
+_SAME_COLUMNS = ("dense", "dense_sequences", "beside", "missing_dense", "label_kind")
 _SAME_PREPARATION = ("hash_size", "hash_seed", "learnt")
 """Parts of ``preparation`` that are equal in datasets with equal ids; ``learnt`` has the parameters of transforms."""
 

@@ -48,6 +48,15 @@ class Jagged:
         shift = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
         return Jagged.from_lengths(self.values[shift + np.arange(len(shift))], lengths)
 
+    def last(self, max_length: int) -> Jagged:
+        """Returns the last ``max_length`` values of each list."""
+        lengths = self.lengths
+        if not len(lengths) or lengths.max() <= max_length:
+            return self
+        place_from_end = np.repeat(self.offsets[1:], lengths) - np.arange(self.offsets[0], self.offsets[-1])
+        values = self.values[self.offsets[0] : self.offsets[-1]][place_from_end <= max_length]
+        return Jagged.from_lengths(values, np.minimum(lengths, max_length))
+
     @classmethod
     def concatenate(cls, columns: Sequence[Jagged]) -> Jagged:
         values = np.concatenate([column.values for column in columns])

@@ -118,7 +118,9 @@ class Schema:
     label: str | None  # None where rows have no label, or several
     dense: tuple[str, ...]  # columns of numbers
     categorical: tuple[CategoricalFeature, ...]
-    dense_sequences: tuple[str, ...] = ()  # columns of lists of numbers, one for each id of the list columns
+    dense_sequences: tuple[str, ...] = ()  # columns of lists of numbers, one for each id of a list column
+    # the list column of each dense sequence, in their order; empty where all lists of a row are equally long
+    beside: tuple[str, ...] = ()
     label_kind: LabelKind = "binary"  # whether a label is 0 or 1, or any finite number
     missing_dense: bool = False  # whether numbers may be missing: null in a file, NaN in a batch
     weight: str | None = None  # column of the rows' weights, finite and not negative; None where all weigh 1
@@ -134,6 +136,12 @@ class Schema:
             raise UserError(f"the schema names columns more than once: {', '.join(repeated)}; each has one role")
         if self.labels:
             self._check_labels()
+        lists = [feature.name for feature in self.categorical if feature.multi_hot]
+        if self.beside and (len(self.beside) != len(self.dense_sequences) or not {*self.beside} <= {*lists}):
+            raise UserError(
+                f"beside is {', '.join(self.beside)}: name one of the list columns ({', '.join(lists) or 'none'}) for "
+                f"each of the {len(self.dense_sequences)} dense sequences, or leave it out"
+            )
         sizes = {feature.name: feature.num_embeddings for feature in self.categorical if feature.table is None}
         for feature in self.categorical:
             if sizes.get(feature.table_name) != feature.num_embeddings:
@@ -186,6 +194,17 @@ class Schema:
         lists = (feature for feature in self.categorical if feature.multi_hot and feature.table is None)
         return max((feature.mean_ids_per_row for feature in lists), default=0.0)
 
+    def lists_beside(self, sequence: str) -> tuple[str, ...]:
+        """Returns the list columns whose rows have as many values as a dense sequence has numbers."""
+        if self.beside:
+            return (self.beside[self.dense_sequences.index(sequence)],)
+        return tuple(feature.name for feature in self.categorical if feature.multi_hot)
+
+    def mean_numbers_per_row(self, sequence: str) -> float:
+        """Returns the mean number of numbers of a row of a dense sequence."""
+        means = {feature.name: feature.mean_ids_per_row for feature in self.categorical}
+        return means[self.lists_beside(sequence)[0]] if self.beside else self.mean_list_length
+
     def to_json(self) -> dict[str, Any]:
         features = [plain_fields(feature, *["mean_ids_per_row"] * feature.multi_hot) for feature in self.categorical]
         labels = {"labels": [plain_fields(label) for label in self.labels]} if self.labels else {}
@@ -193,7 +212,7 @@ class Schema:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Schema:
-        lists = {name: tuple(value.get(name, ())) for name in ("dense", "dense_sequences")}
+        lists = {name: tuple(value.get(name, ())) for name in ("dense", "dense_sequences", "beside")}
         features = tuple(CategoricalFeature(**feature) for feature in value["categorical"])
         labels = tuple(Label(**label) for label in value.get("labels", ()))
         return cls(**{**value, **lists, "categorical": features, "labels": labels})

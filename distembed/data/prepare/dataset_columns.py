@@ -31,7 +31,7 @@ from distembed.data.dataset.schema import CategoricalFeature, Label, Schema
 from distembed.data.prepare.count import Database, count_distinct, values_at_ranks
 from distembed.data.prepare.feature_ids import Base, FeatureValues, LookupTables, build_vocabulary
 from distembed.data.prepare.spool import RowSplits
-from distembed.data.prepare.write_parquet import OutputColumn, spooled_ids, spooled_numbers
+from distembed.data.prepare.write_parquet import OutputColumn, spooled_ids, spooled_number_lists, spooled_numbers
 from distembed.data.table.blocks import BlockLayout, NumberColumn
 from distembed.data.table.encoder import num_bins, number_change
 from distembed.data.table.vocabulary import HashMap, IdMap
@@ -179,10 +179,13 @@ class DatasetColumns:
         ]
         only_label = labels[0] if len(labels) == 1 else None
         dense = [column for column in self.layout.numbers if column.role == "dense"]
+        lists = {column.name: column.beside for column in dense if column.beside is not None}
         return Schema(
             label=None if only_label is None else only_label.name,
-            dense=tuple(column.name for column in dense),
+            dense=tuple(column.name for column in dense if column.beside is None),
             categorical=tuple(CategoricalFeature(**learnt[name]["feature"]) for name in self.layout.features),
+            dense_sequences=tuple(lists),
+            beside=tuple(lists.values()),
             label_kind="binary" if only_label is None else only_label.kind,
             missing_dense=any(column.keeps_missing for column in dense),
             weight=by_role["weight"].name if "weight" in by_role else None,
@@ -200,6 +203,9 @@ class DatasetColumns:
             change = number_change(column, parameters)
             type_ = pa.int32() if column.role == "bins" else pa.from_numpy_dtype(column.file_dtype)
             read = partial(spooled_numbers, index=index, change=change, type_=type_ if has_missing else None)
+            if column.beside is not None:
+                beside, _ = self.layout.feature_keys[column.beside]
+                read, type_ = partial(spooled_number_lists, **read.keywords, beside=beside), pa.list_(type_)
             outputs[column.name] = pa.field(column.name, type_), read
         numbers = [outputs[column.name] for column in self.layout.numbers if column.role != "bins"]
         return [*numbers, *(outputs.get(name) or self._id_output(name, learnt) for name in self.layout.features)]

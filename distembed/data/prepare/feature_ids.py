@@ -167,7 +167,7 @@ class Base:
 
 def _differences(schema: TableSchema, earlier: TableSchema) -> Iterator[str]:
     """Yields each setting, in columns of both schemas, that changes the values which raw values become."""
-    compared = {"dense": ("transform", "missing"), "categorical": ("kind",)}
+    compared = {"dense": ("transform", "missing", "beside", "gap_to"), "categorical": ("kind",)}
     for section, settings in compared.items():
         columns, before = getattr(schema, section), getattr(earlier, section)
         for name, setting in product(columns.keys() & before.keys(), settings):

@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from distembed.data.dataset.manifest import DataFile, Pieces, Split, file_pieces, summed_split
+from distembed.data.dataset.records import Jagged
 from distembed.data.dataset.schema import Schema
 from distembed.data.prepare.feature_ids import LookupTables, list_rows
 from distembed.data.prepare.spool import Rows, RowSplits, SpooledBlock
@@ -122,6 +123,26 @@ def spooled_numbers(
     numbers = block.numbers(index)[rows]
     values = pa.array(numbers if change is None else change(numbers), from_pandas=type_ is not None)
     return values if type_ is None else values.cast(type_)
+
+
+def spooled_number_lists(
+    block: SpooledBlock,
+    rows: Rows,
+    index: int,
+    beside: int,
+    change: Callable[[NDArray[Any]], NDArray[Any]] | None,
+    type_: pa.DataType | None,
+) -> pa.Array:
+    """Reads rows of number column ``index``, of lists as long as the lists of id column ``beside``.
+
+    ``change`` and ``type_`` are the arguments of :func:`spooled_numbers`, for the numbers of the lists.
+    """
+    lengths = block.lengths(beside).astype(np.int64)
+    lists = list_rows(Jagged.from_lengths(block.numbers(index), lengths), rows)
+    values = lists.values if change is None else change(lists.values)
+    return pa.ListArray.from_arrays(
+        pa.array(lists.offsets.astype(np.int32)), pa.array(values, from_pandas=type_ is not None)
+    )
 
 
 def spooled_ids(block: SpooledBlock, rows: Rows, index: int, lookup: LookupTables) -> pa.Array:

@@ -10,7 +10,7 @@ not on the number of ranks. Trade-off: some rows are trained on twice.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,7 +71,8 @@ class GroupRows:
     def lists(self) -> dict[str, Jagged]:
         """Returns the columns of lists by name: ids of multi-hot features, then dense sequences.
 
-        Refuses null entries, and a row whose dense sequence is not as long as every other list of the row.
+        Refuses null entries, and a row whose dense sequence is not as long as each list beside it. Lists longer than a
+        feature's ``max_ids_per_row`` are cut to their last ids, with the numbers beside them.
         """
         columns = {}
         for feature in (categorical for categorical in self.schema.categorical if categorical.multi_hot):
@@ -87,15 +88,29 @@ class GroupRows:
             columns[name] = Jagged.from_lengths(numbers, lengths)
         for name in self.schema.dense_sequences:
             lengths = columns[name].lengths
-            for other_name, values in columns.items():
-                for row in np.flatnonzero(values.lengths != lengths)[:1]:
+            others = self.schema.lists_beside(name) if self.schema.beside else columns
+            for other_name in others:
+                other_lengths = columns[other_name].lengths
+                for row in np.flatnonzero(other_lengths != lengths)[:1]:
                     raise self._error(
                         name,
                         f"row {self.start + row} has {lengths[row]} numbers, and {other_name!r} has "
-                        f"{values.lengths[row]} values there; dense_sequences have one number for each id of the list "
+                        f"{other_lengths[row]} values there; dense_sequences have one number for each id of the list "
                         "columns",
                     )
-        return columns
+        return self._cut(columns)
+
+    def _cut(self, columns: Mapping[str, Jagged]) -> dict[str, Jagged]:
+        """Returns columns of lists without the ids, and numbers beside them, before a feature's last ids."""
+        limits = {feature.name: feature.max_ids_per_row for feature in self.schema.categorical if feature.multi_hot}
+        for name in self.schema.dense_sequences:
+            limits[name] = min(
+                (limit for other in self.schema.lists_beside(name) if (limit := limits[other]) is not None),
+                default=None,
+            )
+        return {
+            name: column if (limit := limits[name]) is None else column.last(limit) for name, column in columns.items()
+        }
 
     def _ids(self, column: pa.Array, feature: CategoricalFeature) -> NDArray[Any]:
         """Returns ids, and refuses an id outside its table."""

@@ -3,6 +3,7 @@
 ::
 
     numbers    labels int8, weight float32, time int64, dense float32 ...     [num_rows] each; missing values are NaN
+               for lists: one number for each value of the lists beside
     ids        codes 1 0 2 1, keys [-, k1, k2]                                row i has keys[codes[i]]; 0: none
                for lists: codes of all rows end to end, and the number of values of each row
 
@@ -35,6 +36,9 @@ class NumberColumn:
     transform: NumberTransform = "none"  # learnt of the training rows; the parser applies all others
     num_bins: int = 0  # of ``quantile_bins``
     keeps_missing: bool = False  # else missing dense numbers become 0 (after ``standardize``: the mean)
+    # The feature of lists with a number for each value, of columns of lists: a block has the numbers of all rows end to
+    # end, and the feature's lengths are theirs. None for one number a row.
+    beside: str | None = None
     written_as: np.dtype[Any] | None = None  # type in the dataset's files; None for ``dtype``
 
     @property

@@ -134,9 +134,14 @@ class RowEncoder:
         for column, values in zip(self._layout.numbers, block.numbers, strict=True):
             if column.role == "bins":
                 ids[column.name] = bin_ids(values, self._learnt[column.name])
+                continue
+            change = self._changes[column.name]
+            changed = values if change is None else change(values)
+            if column.beside is None:
+                numbers[column.name] = changed
             else:
-                change = self._changes[column.name]
-                numbers[column.name] = values if change is None else change(values)
+                index, _ = self._layout.feature_keys[column.beside]
+                lists[column.name] = Jagged.from_lengths(changed, _lengths(block.ids[index]))
         for key, column_values in zip(self._layout.ids, block.ids, strict=True):
             if key.role != "feature":
                 continue
@@ -145,7 +150,7 @@ class RowEncoder:
             if column_values.lengths is None:
                 ids[key.name] = column_ids
             else:
-                lists[key.name] = Jagged.from_lengths(column_ids, column_values.lengths.astype(np.int64))
+                lists[key.name] = Jagged.from_lengths(column_ids, _lengths(column_values))
         return RecordBlock(self._fill(block.num_rows, numbers, ids), lists)
 
     def ids_of(self, feature: str, values: Sequence[Any]) -> NDArray[np.int64]:
@@ -195,6 +200,11 @@ class RowEncoder:
         for index, name in enumerate(layout.numbers, start=layout.first_float):
             floats[:, index] = numbers.get(name, 1.0 if name == self._weight else np.nan)
         return records
+
+
+def _lengths(column: IdColumn) -> NDArray[np.int64]:
+    assert column.lengths is not None, "the column has lists"
+    return column.lengths.astype(np.int64)
 
 
 def raw_schema(manifest: Manifest) -> TableSchema:

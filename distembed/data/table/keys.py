@@ -173,18 +173,31 @@ def coded(column: pa.Array, missing: pa.Array) -> CodedColumn:
 
 def coded_lists(lists: pa.Array, missing: pa.Array, max_length: int | None) -> CodedColumn:
     """Dictionary-encodes the entries of lists end to end, without missing entries; keeps the last ``max_length``."""
-    lengths = pc.list_value_length(lists).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int32)
     values = coded(pc.list_flatten(lists), missing)
+    kept, lengths = kept_entries(list_lengths(lists), values.codes > 0, max_length)
+    return CodedColumn(values.codes[kept], values.distinct, lengths)
+
+
+def list_lengths(lists: pa.Array) -> NDArray[np.int64]:
+    """Returns the number of entries of each list; a null has none."""
+    lengths: NDArray[np.int64] = pc.list_value_length(lists).fill_null(0).to_numpy(zero_copy_only=False)
+    return lengths.astype(np.int64)
+
+
+def kept_entries(lengths: NDArray[np.int64], present: Bools, max_length: int | None) -> tuple[Bools, NDArray[np.int32]]:
+    """Returns the mask of the entries that lists keep, end to end: the last ``max_length`` that are present.
+
+    The second result has the number of kept entries of each list.
+    """
     rows = np.repeat(np.arange(len(lengths)), lengths)
-    present = values.codes > 0
-    lengths = np.bincount(rows[present], minlength=len(lengths)).astype(np.int32)
-    codes = values.codes[present]
-    if max_length is not None and len(lengths) and lengths.max() > max_length:
-        # 1 for the last entry of its list, 2 for the one before
-        place_from_end = np.repeat(np.cumsum(lengths), lengths) - np.arange(len(codes))
-        codes = codes[place_from_end <= max_length]
-        lengths = np.minimum(lengths, np.int32(max_length))
-    return CodedColumn(codes, values.distinct, lengths)
+    counts = np.bincount(rows[present], minlength=len(lengths)).astype(np.int32)
+    if max_length is None or not len(counts) or counts.max() <= max_length:
+        return present, counts
+    # 1 for the last present entry of its list, 2 for the one before
+    place_from_end = np.repeat(np.cumsum(counts), counts) - np.arange(counts.sum())
+    kept = present.copy()
+    kept[present] = place_from_end <= max_length
+    return kept, np.minimum(counts, np.int32(max_length))
 
 
 def crossed(columns: Sequence[CodedColumn]) -> CodedColumn:

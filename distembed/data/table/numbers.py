@@ -94,13 +94,19 @@ def values_as_numbers(column: pa.Array) -> tuple[NDArray[np.float64], Bools]:
 def dense_values(column: pa.Array, transform: str) -> tuple[Floats, Bools]:
     """Converts values to float32, NaN if missing; ``log`` gives log(1 + max(x, 0)). Overflow is malformed."""
     numbers, wrong = values_as_numbers(column)
+    values, is_infinite = transformed(numbers, transform)
+    return values, wrong | is_infinite
+
+
+def transformed(numbers: NDArray[np.float64], transform: str) -> tuple[Floats, Bools]:
+    """Converts numbers as :func:`dense_values` does; the mask marks numbers that are infinite in float32."""
     with np.errstate(over="ignore", invalid="ignore"):
         values = numbers.astype(np.float32)
-        wrong |= np.isinf(values)
+        is_infinite = np.isinf(values)
         if transform == "log":
             # 0 times NaN brings NaN back; numpy's logarithm of NaN takes ten times as long as of a number
             values = np.log1p(np.fmax(values, np.float32(0))) + values * np.float32(0)
-    return values, wrong
+    return values, is_infinite
 
 
 def weight_values(column: pa.Array) -> tuple[Floats, Bools]:

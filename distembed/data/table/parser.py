@@ -8,6 +8,7 @@ texts, as of CSV files, or typed, as of Parquet: a number or a truth value and i
 - ``weight``: the weight is missing, negative, or no finite number;
 - ``time``: the time is missing, or not in the format;
 - ``dense``: a number is there and is not finite in 32 bits;
+- ``list``: a list of numbers has one that is not finite in 32 bits, or has not one for each value beside it;
 - ``id``: a categorical value is there, and is none of its kind.
 
 Sources of rows have reasons of their own, for lines that are no rows: ``columns``, ``text`` and ``json``.
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from distembed.data.table.blocks import BlockLayout, KeyColumn, NumberColumn, ParsedBlock, RejectedRow
@@ -31,23 +33,28 @@ from distembed.data.table.keys import (
     coded,
     coded_lists,
     crossed,
+    kept_entries,
     keyed_column,
+    list_lengths,
     with_distinct_keys,
     wrong_rows,
 )
 from distembed.data.table.numbers import (
     Bools,
     dense_values,
+    is_missing,
     label_values,
     optional_label_values,
     time_values,
+    transformed,
+    values_as_numbers,
     weight_values,
     without_missing_texts,
 )
 from distembed.data.table.raw_columns import FEW_ROWS, TableColumns, as_lists
 from distembed.data.table.schema import TableSchema
 
-REASONS: tuple[str, ...] = ("columns", "text", "json", "label", "weight", "time", "dense", "id")
+REASONS: tuple[str, ...] = ("columns", "text", "json", "label", "weight", "time", "dense", "list", "id")
 
 # What would begin another field or line of rejected.tsv.
 _ESCAPED = {ord("\t"): "\\t", ord("\n"): "\\n", ord("\r"): "\\r"}
@@ -99,10 +106,18 @@ class TableParser:
             reason = REASONS[reasons[row]]
             name = next(column for (row_reason, column), rows in wrong.items() if row_reason == reason and rows[row])
             rejected.append(RejectedRow(row, reason, row_text(columns, row), name))
+        if good is not None:
+            for index, number in enumerate(self.layout.numbers):
+                kept = good
+                if number.beside is not None:
+                    lengths = ids[self.layout.feature_keys[number.beside][0]][0].lengths
+                    assert lengths is not None, "the schema checks that lists are beside"
+                    kept = np.repeat(good, lengths)
+                numbers[index] = numbers[index][kept]
         return ParsedBlock(
             num_lines=num_rows,
             num_rows=num_rows if good is None else int(good.sum()),
-            numbers=tuple(column if good is None else column[good] for column in numbers),
+            numbers=tuple(numbers),
             ids=tuple(keyed_column(column, keys, good) for column, keys in ids),
             rejected=tuple(rejected),
         )
@@ -121,12 +136,54 @@ class TableParser:
         if schema.time is not None:
             yield "time", schema.time.column, time_values(columns[schema.time.column], schema.time)
         uses = [
-            _NumberUse("dense", column, schema.dense[name].transform) for name, column in schema.dense_columns.items()
+            _NumberUse("dense", column, schema.dense[name].transform)
+            for name, column in schema.dense_columns.items()
+            if schema.dense[name].beside is None
         ]
         # bins are cut at quantiles of all rows, which are known only after parsing: until then their values are numbers
         uses += [_NumberUse("id", schema.categorical_columns[name][0], "none") for name in _quantile_bins(schema)]
         for use, numbers_and_mask in zip(uses, self._numbers_of_uses(uses, columns, num_rows), strict=True):
             yield use.reason, use.column, numbers_and_mask
+        for name in schema.dense_lists:
+            yield "list", schema.dense_columns[name], self._number_lists(name, columns)
+
+    def _number_lists(self, name: str, columns: Mapping[str, pa.Array]) -> tuple[NDArray[Any], Bools]:
+        """Returns a number for each kept value of the lists beside a column of lists, and the mask of malformed rows.
+
+        ::
+
+            item    a - b c    d e    f        - is missing, max_length 2: b c d e f are kept
+            time    1 2 3 4    -      5 6      gives 3 4, two missing numbers, and a malformed row
+        """
+        dense = self._schema.dense[name]
+        beside = self._schema.categorical[str(dense.beside)]
+        values = as_lists(columns[self._schema.categorical_columns[str(dense.beside)][0]], beside.separator)
+        value_lengths, entries = list_lengths(values), pc.list_flatten(values)
+        is_present = ~is_missing(without_missing_texts(entries, self._missing))
+        kept, _ = kept_entries(value_lengths, is_present, beside.max_length)
+        lists = as_lists(columns[self._schema.dense_columns[name]], dense.separator)
+        lengths = list_lengths(lists)
+        numbers, wrong_entries = self._numbers_of(pc.list_flatten(lists))
+        rows = np.repeat(np.arange(len(lengths)), lengths)
+
+        def rows_with(mask: Bools, rows: NDArray[np.int64]) -> Bools:
+            return np.bincount(rows[mask], minlength=len(lengths)) > 0
+
+        has_numbers = rows_with(~np.isnan(numbers) | wrong_entries, rows)
+        is_aligned = lengths == value_lengths
+        wrong = rows_with(wrong_entries, rows) | (has_numbers & ~is_aligned)
+        own = np.full(len(kept), np.nan)  # a number for each value
+        own[np.repeat(is_aligned, value_lengths)] = numbers[np.repeat(is_aligned, lengths)]
+        rows = np.repeat(np.arange(len(lengths)), value_lengths)
+        if dense.gap_to is not None:
+            ends, wrong_ends = self._numbers_of(columns[dense.gap_to])
+            own, wrong = ends[rows] - own, wrong | wrong_ends
+        floats, is_infinite = transformed(own, dense.transform)
+        return floats[kept], wrong | rows_with(is_infinite, rows)
+
+    def _numbers_of(self, array: pa.Array) -> tuple[NDArray[np.float64], Bools]:
+        """Returns values as numbers, NaN for missing ones, and the mask of malformed values."""
+        return values_as_numbers(without_missing_texts(array, self._missing))
 
     def _numbers_of_uses(
         self, uses: Sequence[_NumberUse], columns: Mapping[str, pa.Array], num_rows: int
@@ -213,13 +270,19 @@ def table_layout(schema: TableSchema) -> BlockLayout:
     if schema.time is not None:
         numbers.append(NumberColumn(schema.time.name, "time", np.dtype(np.int64)))
     for name, dense in schema.dense.items():
-        # transforms of a number by itself, as the logarithm, are the parser's
-        transform = dense.transform if dense.transform == "standardize" else "none"
-        keeps_missing = dense.missing == "keep"
-        numbers.append(NumberColumn(name, "dense", np.dtype(np.float32), transform, keeps_missing=keeps_missing))
+        if dense.beside is None:
+            # transforms of a number by itself, as the logarithm, are the parser's
+            transform = dense.transform if dense.transform == "standardize" else "none"
+            keeps_missing = dense.missing == "keep"
+            numbers.append(NumberColumn(name, "dense", np.dtype(np.float32), transform, keeps_missing=keeps_missing))
     for name in _quantile_bins(schema):
         num_bins = schema.categorical[name].num_bins
         numbers.append(NumberColumn(name, "bins", np.dtype(np.float32), transform="quantile_bins", num_bins=num_bins))
+    for name, dense in schema.dense_lists.items():
+        keeps_missing = dense.missing == "keep"
+        numbers.append(
+            NumberColumn(name, "dense", np.dtype(np.float32), keeps_missing=keeps_missing, beside=dense.beside)
+        )
     ids = [_key_column(name, schema) for name, column in schema.categorical.items() if column.kind != "quantile_bins"]
     if schema.split_column is not None:
         ids.append(KeyColumn(schema.split_column, "split", "string"))

@@ -44,15 +44,22 @@ class TableColumns:
         uses += [(label.column, _NUMERIC) for label in schema.all_labels.values()]
         uses += [(schema.weight.column, _NUMERIC)] if schema.weight is not None else []
         uses += [(schema.time.column, (TEXT, NUMBER, INTEGER, TIME))] if schema.time is not None else []
-        uses += [(column, _NUMERIC) for column in schema.dense_columns.values()]
+
+        def of_lists(column: str, allowed: Sequence[str], separator: str | None) -> tuple[str, ...]:
+            """Returns the kinds of types of a column of lists, given the kinds of their entries."""
+            entries[column] = [kind for kind in entries.get(column, allowed) if kind in allowed]
+            # a column with two separators has texts only: no separator would apply to a list
+            return (LIST, *allowed) if self.separators.setdefault(column, separator) == separator else tuple(allowed)
+
+        for name, column_name in schema.dense_columns.items():
+            dense = schema.dense[name]
+            is_list = dense.beside is not None
+            uses.append((column_name, of_lists(column_name, _NUMERIC, dense.separator) if is_list else _NUMERIC))
+            uses += [(dense.gap_to, _NUMERIC)] if dense.gap_to is not None else []
         for name, columns in schema.categorical_columns.items():
             allowed: Sequence[str] = VALUE_TYPES[schema.categorical[name].kind]
             if schema.categorical[name].holds_lists:
-                entries[columns[0]] = [kind for kind in entries.get(columns[0], allowed) if kind in allowed]
-                separator = schema.categorical[name].separator
-                # a column with two separators has texts only: no separator would apply to a list
-                if self.separators.setdefault(columns[0], separator) == separator:
-                    allowed = (LIST, *allowed)
+                allowed = of_lists(columns[0], allowed, schema.categorical[name].separator)
             uses += [(column, allowed) for column in columns]
         uses += [(schema.split_column, VALUE_TYPES["string"])] if schema.split_column is not None else []
         # columns that are keys, whose distinct values suffice, and columns with another use
@@ -62,6 +69,8 @@ class TableColumns:
         for name, columns in schema.categorical_columns.items():
             column = schema.categorical[name]
             (used_otherwise if column.kind in BINS or column.holds_lists else keyed).update(columns)
+        for name, dense in schema.dense_lists.items():
+            used_otherwise |= {schema.dense_columns[name], *([] if dense.gap_to is None else [dense.gap_to])}
         self.numbers = frozenset(schema.dense_columns.values()) - keyed - used_otherwise
         self._keyed = keyed - used_otherwise - set(schema.dense_columns.values())
         self._entries = {column: tuple(kinds) for column, kinds in entries.items()}

@@ -134,7 +134,7 @@ class TimeColumn:
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class DenseColumn:
-    """A column of numbers."""
+    """A column of numbers; with ``beside``, of lists of numbers."""
 
     column: str | None = None  # the table's column; null for the dataset's name
     # log: log(1 + x), and 0 for negative numbers; standardize: less the mean of the training rows, and divided by their
@@ -143,6 +143,23 @@ class DenseColumn:
     # zero: missing values become 0 after the transform, as the mean does in standardize; keep: they are null in the
     # dataset, where all dense columns then may have null
     missing: Literal["zero", "keep"] = "zero"
+    # A categorical column of lists: each of its values has a number in this column's lists, as each item of a history
+    # has a time. A row without a number has missing ones for all values. Numbers of values that are left out, which are
+    # missing or before the last max_length, are left out too.
+    beside: str | None = None
+    separator: Annotated[str, Field(min_length=1)] | None = None  # of lists of numbers in a text
+    # A column of the table with one number a row, as its time: the gap, this number less the list's number, takes the
+    # place of each number of the list before the transform. It is computed in 64 bits.
+    gap_to: str | None = None
+
+    @model_validator(mode="after")
+    def _require_lists(self) -> DenseColumn:
+        if self.beside is not None and self.transform == "standardize":
+            raise ValueError("transform is 'standardize', which is of one number a row; give log or none beside a list")
+        for name in ("separator", "gap_to"):
+            if self.beside is None and getattr(self, name) is not None:
+                raise ValueError(f"{name} is of lists of numbers; name their list column by beside, or leave it out")
+        return self
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
@@ -246,6 +263,11 @@ class TableSchema:
         return {name: dense.column or name for name, dense in self.dense.items()}
 
     @property
+    def dense_lists(self) -> dict[str, DenseColumn]:
+        """The dense columns of lists of numbers."""
+        return {name: dense for name, dense in self.dense.items() if dense.beside is not None}
+
+    @property
     def categorical_columns(self) -> dict[str, tuple[str, ...]]:
         """The table's columns of each categorical column of the dataset: one, or the columns of a cross."""
         return {
@@ -298,10 +320,17 @@ def _inconsistencies(schema: TableSchema) -> Iterator[str]:
         if len(columns) > 1 and (crossed := [column for column in columns if column in lists]):
             yield f"categorical.{name}.cross: {crossed[0]!r} has lists, and a cross has one value of each column"
     yield from _unshared_vocabularies(schema)
+    for name, dense in schema.dense_lists.items():
+        list_columns = [column for column, settings in schema.categorical.items() if settings.holds_lists]
+        if dense.beside not in list_columns:
+            guess = nearest(str(dense.beside), list_columns)
+            hint = f"; did you mean {guess!r}?" if guess else ""
+            yield f"dense.{name}.beside: the schema has no categorical column of lists {dense.beside!r}{hint}"
     yield from _ambiguous_labels(schema)
     label_of_column = {label.column: name for name, label in schema.all_labels.items()}
     if label_of_column:
         inputs: dict[str, tuple[str, ...]] = {f"dense.{name}": (raw,) for name, raw in schema.dense_columns.items()}
+        inputs |= {f"dense.{name}.gap_to": (dense.gap_to,) for name, dense in schema.dense.items() if dense.gap_to}
         inputs |= {f"categorical.{name}": columns for name, columns in schema.categorical_columns.items()}
         for setting, columns in inputs.items():
             for column in (column for column in columns if column in label_of_column):

@@ -120,7 +120,7 @@ class _Rows:
         self.sums = {name: np.zeros(1 + 3 * len(self._schema.all_labels)) for name in names}
         self.periods: dict[str, NDArray[np.float64]] = {}
         per_row = dict.fromkeys(self._schema.dense, 1.0)
-        per_row |= dict.fromkeys(self._schema.dense_sequences, max(1.0, self._schema.mean_list_length))
+        per_row |= {name: max(1.0, self._schema.mean_numbers_per_row(name)) for name in self._schema.dense_sequences}
         self.numbers = {
             column: {name: NumberCounter(int(self.sizes[name] * length)) for name in names}
             for column, length in per_row.items()

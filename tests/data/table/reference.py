@@ -117,6 +117,29 @@ def categorical(row: Row, name: str, column: CategoricalColumn) -> Any:
     return None if text is None else key(text, column.kind)
 
 
+def number_list(row: Row, name: str, schema: TableSchema) -> list[float]:
+    """Returns a number for each value that a row's list has, nothing of them before they are kept."""
+    dense = schema.dense[name]
+    beside = schema.categorical[str(dense.beside)]
+    text = row[beside.column or str(dense.beside)]
+    values = [] if text is None else text.split(beside.separator)
+    own = row[dense.column or name]
+    found = [] if own is None else [number(piece or None) for piece in own.split(dense.separator)]
+    end = 0.0 if dense.gap_to is None else number(row[dense.gap_to])
+    if all(math.isnan(each) for each in found):
+        found = [math.nan] * len(values)
+    if len(found) != len(values):
+        raise Malformed
+    if dense.gap_to is not None:
+        found = [end - each for each in found]
+    if any(abs(each) > 3.4028235677973366e38 for each in found):
+        raise Malformed
+    if dense.transform == "log":
+        found = [each if math.isnan(each) else math.log1p(max(each, 0)) for each in found]
+    kept = [each for each, value in zip(found, values, strict=True) if value]
+    return kept if beside.max_length is None else kept[-beside.max_length :]
+
+
 def parse(row: Row, schema: TableSchema) -> dict[str, Any] | str:
     """Returns the values of a row by the dataset's columns, or why the row is malformed."""
     result: dict[str, Any] = {}
@@ -141,9 +164,14 @@ def parse(row: Row, schema: TableSchema) -> dict[str, Any] | str:
             result[schema.time.name] = time(row[schema.time.column], schema.time.format)
         reason = "dense"
         for name, dense in schema.dense.items():
+            if dense.beside is not None:
+                continue
             value = number(row[dense.column or name])
             logarithm = dense.transform == "log" and not math.isnan(value)
             result[name] = math.log1p(max(value, 0)) if logarithm else value
+        reason = "list"
+        for name in schema.dense_lists:
+            result[name] = number_list(row, name, schema)
         reason = "id"
         for name, column in schema.categorical.items():
             if column.kind == "quantile_bins":
@@ -161,6 +189,11 @@ def rows_of(parser: TableParser, block: ParsedBlock) -> list[dict[str, Any]]:
     for number_column, values in zip(parser.layout.numbers, block.numbers, strict=True):
         assert values.dtype == number_column.dtype
         columns[number_column.name] = values.tolist()
+        if number_column.beside is not None:
+            lengths = block.ids[parser.layout.feature_keys[number_column.beside][0]].lengths
+            assert lengths is not None and lengths.sum() == len(values)
+            flat = iter(values.tolist())
+            columns[number_column.name] = [[next(flat) for _ in range(length)] for length in lengths.tolist()]
     for key_column, ids in zip(parser.layout.ids, block.ids, strict=True):
         assert ids.keys.dtype == key_column.key_dtype
         assert len(set(ids.keys[1:].tolist())) == len(ids.keys) - 1
@@ -177,6 +210,8 @@ def rows_of(parser: TableParser, block: ParsedBlock) -> list[dict[str, Any]]:
 
 def same(first: Any, second: Any) -> bool:
     """Returns whether two values are the same, numbers as far as float32 goes."""
+    if isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
+        return all(same(*pair) for pair in zip(first, second, strict=True))
     if isinstance(second, float):
         return (math.isnan(first) and math.isnan(second)) or math.isclose(first, second, rel_tol=1e-6)
     return type(first) is type(second) and first == second

@@ -22,7 +22,13 @@ SCHEMA = TableSchema.from_json(
         "label": {"column": "click"},
         "weight": {"column": "w"},
         "time": {"column": "at"},
-        "dense": {"price": {"transform": "log"}, "age": {"missing": "keep"}, "raw": {"column": "price"}},
+        "dense": {
+            "price": {"transform": "log"},
+            "age": {"missing": "keep"},
+            "raw": {"column": "price"},
+            "gaps": {"beside": "recent", "separator": " ", "gap_to": "age", "transform": "log", "missing": "keep"},
+            "stars": {"beside": "genres", "separator": "|"},
+        },
         "categorical": {
             "site": {},
             "number": {"kind": "integer"},
@@ -57,13 +63,21 @@ POOLS: dict[str, tuple[list[str | None], list[str]]] = {
     "hash": ([None, "0a", "A", "ffffffff", "0000000a"], ["123456789", "xyz", "-1", "0x1", " 1", "1_0", "é", "٣"]),
     "genres": ([None, "a", "a|b", "b||c", "|", "x|a|b|c"], ["|||"]),
     "numbers": ([None, "1", "1 2", "3 2 1", " "], ["1 x", "1.5"]),
+    "gaps": ([None, "1", "1 2", "3 2 1", " ", "18 99.5 20", "1  7"], ["1 x", "1e39", "1 2 3 4"]),
+    "stars": ([None, "4.5", "4|5", "|", "1|2|3|4", "|1"], ["|||", "a|b"]),
     "genres_text": ([None, "a", "a|b"], ["\\|"]),
 }
 
 
 def drawn_rows(num_rows: int, seed: int, odd: float = 0.02) -> list[dict[str, str | None]]:
     rng = random.Random(seed)
-    return [{name: reference.draw(rng, *pool, odd) or None for name, pool in POOLS.items()} for _ in range(num_rows)]
+    rows = [{name: reference.draw(rng, *pool, odd) or None for name, pool in POOLS.items()} for _ in range(num_rows)]
+    for row in rows:
+        for name, beside, separator in (("gaps", "numbers", " "), ("stars", "genres", "|")):
+            if rng.random() >= 5 * odd:  # else the drawn list, which is as long by chance alone
+                numbers = [rng.choice(["", "7", "40.5"]) for _ in (row[beside] or "").split(separator)]
+                row[name] = None if row[beside] is None else separator.join(numbers) or None
+    return rows
 
 
 def table(rows: list[dict[str, str | None]]) -> pa.Table:
@@ -163,11 +177,20 @@ def test_typed_columns_are_as_their_texts() -> None:
         "hash": (pa.array([10, 12345678, None]), ["10", "12345678", None]),
         "genres": (pa.array([["a", None, "b"], None, []], pa.large_list(pa.string())), ["a|b", None, ""]),
         "numbers": (pa.array([[1, 2, 3], [], None], pa.list_(pa.int32())), ["1 2 3", None, None]),
+        "gaps": (pa.array([[1, 2, None], [], None], pa.large_list(pa.int64())), ["1 2 ", None, None]),
+        "stars": (pa.array([[4.5, 7.0, None], None, []], pa.list_(pa.float64())), ["4.5|", None, None]),
         "genres_text": (pa.array([b"x", None, b"y"]), ["x", None, "y"]),
     }
     parser = TableParser(SCHEMA)
     typed, texts = (pa.table({name: each[place] for name, each in typed_and_texts.items()}) for place in (0, 1))
     assert str(reference.rows_of(parser, parser.parse(typed))) == str(reference.rows_of(parser, parser.parse(texts)))
+
+
+def test_gaps_are_computed_in_64_bits() -> None:
+    dense = {"gaps": {"column": "times", "beside": "seen", "separator": " ", "gap_to": "at"}}
+    parser = TableParser(TableSchema.from_json({"dense": dense, "categorical": {"seen": {"separator": " "}}}, "it"))
+    rows = pa.table({"seen": ["a b c"], "times": ["1700000000 1700000001.5 1700000002"], "at": [1_700_000_003]})
+    assert parser.parse(rows).numbers[0].tolist() == [3.0, 1.5, 1.0]
 
 
 DECIMALS = [Decimal(number) for number in (0, -3, 10, 2**53 + 1, 2**63 - 1, 2**63)]
@@ -254,7 +277,7 @@ def test_rows_to_predict_need_no_label() -> None:
     rows = table(drawn_rows(50, seed=3, odd=0.0))
     parser = TableParser(SCHEMA, needs_label=False)
     block = parser.parse(rows.drop_columns(["click", "w", "at"]))
-    assert [column.name for column in parser.layout.numbers] == ["price", "age", "raw", "age_bin"]
+    assert [column.name for column in parser.layout.numbers] == ["price", "age", "raw", "age_bin", "gaps", "stars"]
     assert block.num_rows == 50
     complete = TableParser(SCHEMA)
     for row, whole in zip(

@@ -37,7 +37,11 @@ SCHEMA = TableSchema.from_json(
         "label": {"column": "rating", "at_least": 4},
         "weight": {"column": "weight"},
         "time": {"column": "at", "format": "%Y-%m-%d %H:%M:%S"},
-        "dense": {"age": {"transform": "log", "missing": "keep"}, "price": {"missing": "keep"}},
+        "dense": {
+            "age": {"transform": "log", "missing": "keep"},
+            "price": {"missing": "keep"},
+            "stars": {"beside": "genres", "separator": "|", "gap_to": "age"},
+        },
         "categorical": {
             "title": {"min_count": 1},
             "user": {"kind": "integer"},
@@ -50,7 +54,7 @@ SCHEMA = TableSchema.from_json(
     },
     "the test",
 )
-COLUMNS = ["rating", "weight", "at", "age", "price", "title", "user", "device", "genres", "unused"]
+COLUMNS = ["rating", "weight", "at", "age", "price", "title", "user", "device", "genres", "unused", "stars"]
 NULLABLE = {"age", "price", "title", "user", "device", "genres"}
 
 
@@ -73,14 +77,16 @@ def drawn_rows(num_rows: int, seed: int) -> list[dict[str, Any]]:
             "genres": [rng.choice(genres) for _ in range(rng.randrange(5))],
             "unused": "nothing",
         }
-        rows.append({name: None if name in NULLABLE and rng.random() < 0.1 else value for name, value in row.items()})
+        row = {name: None if name in NULLABLE and rng.random() < 0.1 else value for name, value in row.items()}
+        row["stars"] = None if rng.random() < 0.1 else [rng.choice([1.5, 3.0]) for _ in row["genres"] or []]
+        rows.append(row)
     return rows
 
 
 def fields(row: dict[str, Any]) -> list[str]:
     """Returns a row's values as texts; lists are joined."""
     values = [row[name] for name in COLUMNS]
-    return ["" if v is None else "|".join(v) if isinstance(v, list) else str(v) for v in values]
+    return ["" if v is None else "|".join(map(str, v)) if isinstance(v, list) else str(v) for v in values]
 
 
 def delimited(rows: Sequence[dict[str, Any]], separator: str, line_end: str = "\n") -> bytes:
@@ -120,8 +126,11 @@ def expected(
     for texts in rows:
         one = reference.parse(texts, schema)
         assert isinstance(one, dict)
-        filled = {name: 0.0 for name, each in schema.dense.items() if each.missing == "zero" and math.isnan(one[name])}
-        parsed.append(one | filled)
+        for name in (name for name, dense in schema.dense.items() if dense.missing == "zero"):
+            values = one[name] if isinstance(one[name], list) else [one[name]]
+            filled = [0.0 if math.isnan(value) else value for value in values]
+            one[name] = filled if isinstance(one[name], list) else filled[0]
+        parsed.append(one)
     places = [row["time"] for row in parsed] if schema.time is not None else list(range(len(parsed)))
     cuts = [sorted(places)[int(len(places) * share)] for share in shares]
     splits: dict[str, list[dict[str, Any]]] = {"train": [], "validation": [], "test": []}
@@ -253,12 +262,12 @@ def test_criteo_by_its_schema_is_criteo(parser: str, hash_size: int | None, tmp_
 def test_malformed_lines_are_listed_by_their_numbers(tmp_path: Path) -> None:
     lines = delimited(drawn_rows(40, seed=3), ",").splitlines(keepends=True)
     lines[3] = b"1,2\n"
-    lines[7] = b'5,1,2024-01-01 00:00:00,1,1,"open,1,0a,a,x\n'
-    lines[9] = b"5,1,2024-01-01 00:00:00,1,1,\xff\xfe,1,0a,a,x\n"
-    lines[20] = b"five,1,2024-01-01 00:00:00,1,1,a,1,0a,a,x\n"
-    lines[21] = b"5,1,2024-01-01,1,1,a,1,0a,a,x\n"
-    lines[22] = b"5,1,2024-01-01 00:00:00,1,1,a,1,0xa,a,x\r\n"
-    lines[40] = b"5,-1,2024-01-01 00:00:00,1,1,a,1,0xa,a,x"
+    lines[7] = b'5,1,2024-01-01 00:00:00,1,1,"open,1,0a,a,x,1\n'
+    lines[9] = b"5,1,2024-01-01 00:00:00,1,1,\xff\xfe,1,0a,a,x,1\n"
+    lines[20] = b"five,1,2024-01-01 00:00:00,1,1,a,1,0a,a,x,1\n"
+    lines[21] = b"5,1,2024-01-01,1,1,a,1,0a,a,x,1\n"
+    lines[22] = b"5,1,2024-01-01 00:00:00,1,1,a,1,0xa,a,x,1\r\n"
+    lines[40] = b"5,-1,2024-01-01 00:00:00,1,1,a,1,0xa,a,x,1"
     (tmp_path / "rows.csv").write_bytes(b"".join(lines))
     manifest = prepare_table([tmp_path / "rows.csv"], tmp_path / "made", SCHEMA, TableOptions(max_rejected=0.5))
     listed = [line.split(b"\t", 3) for line in (tmp_path / "made/rejected.tsv").read_bytes().split(b"\n")[1:-1]]
@@ -323,7 +332,11 @@ PACKED = gzip.compress(delimited(drawn_rows(9, seed=0), ","), mtime=0)
     [
         ("rows.csv", b"", ["no rows"]),
         ("rows.csv", b"rating,weight,at\n", ["no column 'age'"]),
-        ("rows.csv", b"Rating,weight,at,age,price,title,user,device,genre\n", ["'genres' for", "Did you mean"][1:]),
+        (
+            "rows.csv",
+            b"Rating,weight,at,age,price,title,user,device,genre,stars\n",
+            ["'genres' for", "Did you mean"][1:],
+        ),
         ("rows.jsonl", b'{"rating": 1}\n', ["no column 'weight'"]),
         ("rows.jsonl", b'[{"rating": 1}]\n', ["no JSON object", "jq"]),
         ("rows.parquet", b"no parquet", ["named as a Parquet file"]),

@@ -62,6 +62,27 @@ FEATURES: dict[str, Any] = {"categorical": {"site": {}}}
         ),
         ({"categorical": {"a": {}, "b": {"vocabulary": "a", "kind": "log_bins"}}}, ["categorical.b", "column's own"]),
         ({"categorical": {"x": {"max_length": 3}}}, ["categorical.x", "max_length is of lists"]),
+        ({"dense": {"x": {"separator": " "}}}, ["dense.x", "separator is of lists of numbers"]),
+        ({"dense": {"x": {"gap_to": "time"}}}, ["dense.x", "gap_to is of lists of numbers"]),
+        (
+            {
+                "dense": {"x": {"beside": "seen", "transform": "standardize"}},
+                "categorical": {"seen": {"is_list": True}},
+            },
+            ["dense.x", "give log or none beside a list"],
+        ),
+        (
+            {"dense": {"x": {"beside": "sen"}}, "categorical": {"seen": {"is_list": True}}},
+            ["dense.x.beside", "no categorical column of lists 'sen'; did you mean 'seen'?"],
+        ),
+        (
+            {
+                "label": {"column": "click"},
+                "dense": {"x": {"beside": "seen", "gap_to": "click"}},
+                "categorical": {"seen": {"is_list": True}},
+            },
+            ["dense.x.gap_to", "'click' is the label"],
+        ),
         ({"text": {"columns": ["a", "a"], "header": False}, **FEATURES}, ["text.columns", "more than once"]),
         ({"text": {"columns": ["a", "b"]}, **FEATURES}, ["text.columns", "add `header: false`"]),
         ({"text": {"separator": '"'}, **FEATURES}, ["text.quote", "separates fields"]),

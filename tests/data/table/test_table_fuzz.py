@@ -50,7 +50,10 @@ def read(source: TableSource, part_bytes: int, block_bytes: int) -> tuple[int, i
         for raw in source.open(part, block_bytes).raw_blocks():
             block = source.parse(raw)
             assert block.num_rows + len(block.rejected) == block.num_lines
-            assert all(len(column) == block.num_rows for column in block.numbers)
+            for number, column in zip(source.layout.numbers, block.numbers, strict=True):
+                places = source.layout.feature_keys
+                lengths = None if number.beside is None else block.ids[places[number.beside][0]].lengths
+                assert len(column) == (block.num_rows if lengths is None else lengths.sum())
             assert len({row.line for row in block.rejected}) == len(block.rejected)
             assert all(row.reason in source.reasons for row in block.rejected)
             lines, rows = lines + block.num_lines, rows + block.num_rows
