@@ -14,6 +14,8 @@ from distembed.models.dcnv2_config import DCNv2Config, GDCNConfig
 from distembed.models.deepfm_config import DeepFMConfig
 from distembed.models.din_config import DINConfig
 from distembed.models.dlrm_config import DLRMConfig
+from distembed.models.esmm_config import ESMMConfig
+from distembed.models.experts_config import MMoEConfig, PLEConfig
 from distembed.models.finalmlp_config import FinalMLPConfig
 from distembed.models.gru_config import GRUConfig
 from distembed.models.hstu_config import HSTUConfig
@@ -38,6 +40,9 @@ MODELS: NameTable[type[ModelConfig]] = NameTable(
         "deepfm": DeepFMConfig,
         "finalmlp": FinalMLPConfig,
         "din": DINConfig,
+        "mmoe": MMoEConfig,
+        "ple": PLEConfig,
+        "esmm": ESMMConfig,
         "mf": MFConfig,
         "sasrec": SASRecConfig,
         "gru": GRUConfig,
@@ -57,18 +62,21 @@ __all__ = [
     "DLRM",
     "DLRMConfig",
     "DeepFMConfig",
+    "ESMMConfig",
     "FinalMLPConfig",
     "GDCNConfig",
     "GRUConfig",
     "HSTUConfig",
     "MF",
     "MFConfig",
+    "MMoEConfig",
     "MODELS",
     "Model",
     "ModelConfig",
     "ModelInputs",
     "ModelSection",
     "NextItems",
+    "PLEConfig",
     "SASRecConfig",
     "SoftOneHot",
     "SoftOneHotConfig",

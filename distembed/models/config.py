@@ -64,8 +64,9 @@ class DeclaringModelConfig(Protocol):
     """A section that declares the model's output, so that a task that takes another kind of output is refused.
 
     Attributes:
-        returns: ``logits`` [batch] of rows; ``pairs``, the queries of users with the items of their rows;
-            ``sequences``; or a word of a plugin's own. It has to equal the ``takes`` of the task's section.
+        returns: ``logits`` [batch] of rows; ``multi_logits`` [batch, labels], in the order of the labels; ``pairs``,
+            the queries of users with the items of their rows; ``sequences``; or a word of a plugin's own. It has to
+            equal the ``takes`` of the task's section.
     """
 
     returns: ClassVar[str]

@@ -70,6 +70,10 @@ class ModelInputs:
         return len(self.schema.dense)
 
     @property
+    def num_labels(self) -> int:
+        return len(self.schema.all_labels)
+
+    @property
     def num_vectors(self) -> int:
         """The number of vectors that the tables of all features give a row."""
         return len(vector_names(list(self.tables.values())))

@@ -38,6 +38,30 @@ class MLP(nn.Module):
         return outputs
 
 
+class LabelTowers(nn.Module):
+    """A network for each label, which maps the label's hidden numbers [batch, in] to its logit.
+
+    Args:
+        in_features: Numbers of each label's input.
+        num_labels: Number of labels.
+        sizes: Hidden sizes of each network.
+        dropout: Share of the numbers after each hidden layer that are dropped in training.
+    """
+
+    def __init__(self, in_features: int, num_labels: int, sizes: Sequence[int], dropout: float = 0.0) -> None:
+        super().__init__()
+        self.networks = nn.ModuleList(
+            MLP(in_features, [*sizes, 1], last_is_linear=True, dropout=dropout) for _ in range(num_labels)
+        )
+
+    def __len__(self) -> int:
+        return len(self.networks)
+
+    def forward(self, hidden: Sequence[Float[Tensor, "batch in"]]) -> Float[Tensor, "batch labels"]:
+        """Returns the logit of each label."""
+        return torch.cat([network(own) for network, own in zip(self.networks, hidden, strict=True)], dim=1)
+
+
 def make_linear(fan_in: int, fan_out: int) -> nn.Linear:
     """Returns a linear layer with the initial weights that :class:`MLP` describes."""
     linear = nn.Linear(fan_in, fan_out)

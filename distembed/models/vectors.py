@@ -18,7 +18,9 @@ from distembed.models.soft_one_hot import SoftOneHot
 
 
 class FeatureVectorModel(Model):
-    """Maps dense features [batch, dense] and ids to logits [batch], by a network over the vectors of all features.
+    """Maps dense features [batch, dense] and ids to logits, by a network over the vectors of all features.
+
+    There is a logit for each row [batch], or, of a model of several labels, for each row and label [batch, labels].
 
     A dense feature's vector is the soft one-hot vector of its number, so numbers may be missing.
 
@@ -63,7 +65,7 @@ class FeatureVectorModel(Model):
 
     def forward(
         self, dense_features: Float[Tensor, "batch dense"], sparse_features: KeyedJaggedTensor
-    ) -> Float[Tensor, " batch"]:
+    ) -> Float[Tensor, "batch *labels"]:
         return self.logits(join(self.feature_vectors(dense_features, sparse_features)))
 
     def feature_vectors(
@@ -76,8 +78,8 @@ class FeatureVectorModel(Model):
         return vectors
 
     @abstractmethod
-    def logits(self, vectors: Float[Tensor, "batch vectors dim"]) -> Float[Tensor, " batch"]:
-        """Returns the logit of each row, given the vectors of its features in the order of ``vector_names``."""
+    def logits(self, vectors: Float[Tensor, "batch vectors dim"]) -> Float[Tensor, "batch *labels"]:
+        """Returns the logits of each row, given the vectors of its features in the order of ``vector_names``."""
 
 
 def join(vectors: Sequence[Float[Tensor, "batch _ dim"]]) -> Float[Tensor, "batch vectors dim"]:
