@@ -61,7 +61,7 @@ def write_dataset(
         pq.write_table(change(split, pa.table(columns)), folder / split / "part-0.parquet", row_group_size=256)
     sizes = {**SIZES, "C2": num_ids}
     features = tuple(CategoricalFeature(n, s, n == "M", 1.5 if n == "M" else 1.0) for n, s in sizes.items())
-    described = Schema("label", ("I1", "I2"), (*features, *more), **schema)
+    described = Schema(**{"label": "label", "dense": ("I1", "I2"), "categorical": (*features, *more), **schema})
     create_manifest(folder, described, {split: [f"{split}/part-0.parquet"] for split in ROWS})
     return folder
 

@@ -37,10 +37,15 @@ class ESMM(FeatureVectorModel):
 
     def logits(self, vectors: Float[Tensor, "batch vectors dim"]) -> Float[Tensor, "batch labels"]:
         inputs = vectors.flatten(1)
-        towers = self.towers([inputs, inputs])  # the click's, then the conversion's
-        both = -torch.cat([-towers, -towers.sum(1, keepdim=True)], dim=1).logsumexp(1, keepdim=True)
-        click = towers[:, :1]
-        return torch.cat([click, both] if self.clicks_first else [both, click], dim=1)
+        towers = self.towers([inputs, inputs])
+        click = towers[:, 0]
+        both = logit_of_both(click, towers[:, 1])
+        return torch.stack([click, both] if self.clicks_first else [both, click], dim=1)
+
+
+def logit_of_both(first: Float[Tensor, " batch"], second: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]:
+    """Returns the logit of the product of two probabilities, given their logits."""
+    return -torch.stack([-first, -second, -first - second]).logsumexp(0)
 
 
 def _two_labels(schema: Schema) -> tuple[str, ...]:

@@ -14,11 +14,12 @@ PLE gives each label experts of its own too, which its gate alone sees beside th
     B's                   B's own                             x                     x
 
 The three mixtures are the inputs of the next level; the inputs of the first level are all x. The last level has no
-shared gate. One level without own experts is MMoE. Trade-off: each expert costs a network; in exchange labels that contradict one
-another disturb each other less than in one shared network.
+shared gate. One level without own experts is MMoE. Trade-off: each expert costs a network; in exchange labels that
+contradict one another disturb each other less than in one shared network.
 """
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from jaxtyping import Float
@@ -60,15 +61,17 @@ class Level(nn.Module):
         self.specific = nn.ModuleList(make_experts(num_specific) for _ in range(num_labels))
         num_seen = [num_specific + num_shared] * num_labels
         num_seen += [] if is_last else [num_labels * num_specific + num_shared]
-        self.gates = nn.ModuleList(nn.Linear(in_features, number, bias=False) for number in num_seen)
-        for gate in self.gates:
+        gates = [nn.Linear(in_features, number, bias=False) for number in num_seen]
+        for gate in gates:
             nn.init.xavier_normal_(gate.weight)
+        self.gates = nn.ModuleList(gates)
 
     def forward(self, inputs: Sequence[Float[Tensor, "batch in"]]) -> list[Float[Tensor, "batch out"]]:
         """Returns the mixture of each label, then, unless it is the last level, the mixture for shared experts."""
         shared = [expert(inputs[-1]) for expert in self.shared]
         specific = [
-            [expert(own) for expert in experts] for experts, own in zip(self.specific, inputs[:-1], strict=True)
+            [expert(own) for expert in cast(nn.ModuleList, experts)]
+            for experts, own in zip(self.specific, inputs[:-1], strict=True)
         ]
         seen = [[*own, *shared] for own in specific]
         seen.append([*(output for own in specific for output in own), *shared])

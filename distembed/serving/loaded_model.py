@@ -32,7 +32,7 @@ from distembed.data.remote import is_url
 from distembed.embedding.collections import embedding_modules, table_configs
 from distembed.embedding.composed_vectors import composed_chunks
 from distembed.embedding.tables import CompositionalTables
-from distembed.serving.raw_predictions import RawInputs, unknown_columns
+from distembed.serving.raw_predictions import RawInputs
 from distembed.serving.requests import find_run_for_rows, row_decoder, seen_items_note
 from distembed.serving.row_decoder import (
     RowDecoder,
@@ -51,7 +51,7 @@ from distembed.training.prediction_columns import PredictionColumns, recommended
 from distembed.training.trained_run import TrainedRun, find_trained_run
 
 Predictions: TypeAlias = npt.NDArray[np.float32] | pa.Table
-"""A number a row, or the columns of recommended items."""
+"""A number a row, or columns: a number for each label, or recommended items."""
 
 _IDS_AT_ONCE = 1 << 16
 _MOST_TABLES = 40
@@ -141,6 +141,9 @@ class LoadedModel:
     def predict(self, rows: Any, *, malformed: Literal["refuse", "null"] = "refuse") -> Predictions:
         """Returns the task's prediction of each row: click probabilities or ratings [rows], or items for users.
 
+        Of several labels it is an Arrow table with a column for each label, by its name: probabilities of labels of
+        0 and 1, and predicted numbers.
+
         Recommended items are an Arrow table with a row for each row: ``user`` (where rows are users), ``item_1`` to
         ``item_k`` from the best on, as raw values, and ``score_1`` to ``score_k``. Items that users have in the
         splits before the test, or that are in a sequence, are left out where ``task.exclude_seen`` says so. Where the
@@ -192,14 +195,15 @@ class LoadedModel:
 
         ``is_good`` says which rows are well-formed; None if all are.
         """
-        if not self._model.task.id_columns:
+        task = self._model.task
+        if task.scores == ("prediction",) and not task.id_columns:
             numbers = np.concatenate([np.empty(0, np.float32), *(chunk["prediction"] for chunk in predicted_chunks)])
             if is_good is None or is_good.all():
                 return numbers
             predictions = np.full(len(is_good), np.nan, np.float32)
             predictions[is_good] = numbers
             return predictions
-        columns = PredictionColumns(self._model.task, self._values, left_out=unknown_columns(self._run))
+        columns = PredictionColumns(task, self._values if task.id_columns else {}, left_out=task.unknown_columns)
         table = pa.concat_tables([columns.schema.empty_table(), *(columns.table(chunk) for chunk in predicted_chunks)])
         if is_good is None:
             return table

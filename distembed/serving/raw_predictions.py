@@ -38,7 +38,6 @@ from distembed.base.errors import UserError
 from distembed.base.files import whole_file
 from distembed.base.ranks import Collectives
 from distembed.data.dataset.records import RecordBlock
-from distembed.data.dataset.schema import USER
 from distembed.data.prepare.ingest import RejectedRows
 from distembed.data.prepare.table.source import TableSource
 from distembed.data.prepare.table.text_rows import RawRows
@@ -137,11 +136,6 @@ class RawInputs:
             ) from error
 
 
-def unknown_columns(run: TrainedRun) -> tuple[str, ...]:
-    """Returns the columns that predictions of raw rows lack: the label, and the user of a sequence."""
-    return ("label", USER) if run.config.task.name == "next_item" else ("label",)
-
-
 @dataclass(frozen=True)
 class PredictedRows:
     """The number of lines of the file of predictions, and of malformed rows, with null predictions, by reason."""
@@ -171,7 +165,7 @@ def predict_rows(
     """
     state, ranks, task = loaded.state, loaded.ranks, loaded.state.task
     values = recommended_values(loaded.dataset) if raw_values and task.id_columns else {}
-    columns = PredictionColumns(task, values, left_out=unknown_columns(run))
+    columns = PredictionColumns(task, values, left_out=task.unknown_columns)
     collectives = Collectives.in_own_group()
     opened: list[RawInputs] = []
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 from distembed.base.lazy import NameTable, imports_on_demand
 from distembed.base.names import ByName
 from distembed.tasks.click_config import ClickConfig
-from distembed.tasks.config import TaskConfig, batch_schema
+from distembed.tasks.config import TaskConfig, batch_schema, build_task
+from distembed.tasks.multi_config import MultiConfig
 from distembed.tasks.next_item_config import NextItemConfig
 from distembed.tasks.ranking_config import RankingConfig
 from distembed.tasks.rating_config import RatingConfig
@@ -17,6 +18,7 @@ from distembed.tasks.rating_config import RatingConfig
 if TYPE_CHECKING:
     from distembed.tasks.base import Task
     from distembed.tasks.click import ClickTask
+    from distembed.tasks.multi import MultiTask
     from distembed.tasks.next_item import NextItemTask
     from distembed.tasks.ranking import RankingTask
     from distembed.tasks.rating import RatingTask
@@ -25,6 +27,7 @@ TASKS: NameTable[type[TaskConfig]] = NameTable(
     {
         "click": ClickConfig,
         "rating": RatingConfig,
+        "multi": MultiConfig,
         "ranking": RankingConfig,
         "next_item": NextItemConfig,
     }
@@ -38,6 +41,8 @@ __all__ = [
     "TASKS",
     "ClickConfig",
     "ClickTask",
+    "MultiConfig",
+    "MultiTask",
     "RankingConfig",
     "RankingTask",
     "NextItemConfig",
@@ -48,5 +53,6 @@ __all__ = [
     "TaskConfig",
     "TaskSection",
     "batch_schema",
+    "build_task",
 ]
 __getattr__ = imports_on_demand(__name__)

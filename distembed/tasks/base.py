@@ -80,6 +80,8 @@ class Task(ABC):
         scored_tables: Names of the tables all of whose vectors an evaluation scores.
         reported_metrics: Metrics that reports show; the first is the headline metric, by which models are compared.
         prediction_columns: Names of the columns that :meth:`predictions` returns.
+        scores: Names of the numbers that are predicted of a row, columns of :meth:`predictions` and of :meth:`score`.
+        unknown_columns: Names of the prediction columns that are not known of raw rows.
         id_columns: Names of the prediction columns that hold ids, int64; other columns hold numbers, float32.
     """
 
@@ -90,6 +92,8 @@ class Task(ABC):
     scored_tables: tuple[str, ...] = ()
     reported_metrics: tuple[ReportedMetric, ...]
     prediction_columns: tuple[str, ...]
+    scores: tuple[str, ...] = ("prediction",)
+    unknown_columns: tuple[str, ...] = ("label",)
     id_columns: tuple[str, ...] = ()
 
     @property
@@ -145,7 +149,8 @@ class Task(ABC):
     def score(self, outputs: Any) -> Tensor:
         """Returns the predicted number of each row [batch], in float32, given the model's outputs.
 
-        An exported model ends with it, so that it is made of operations on tensors alone.
+        A task with several ``scores`` returns a column for each of them [batch, scores]. An exported model ends with
+        it, so that it is made of operations on tensors alone.
 
         Raises:
             UserError: The task predicts no number.
@@ -153,7 +158,7 @@ class Task(ABC):
         raise UserError(f"{type(self).__name__} does not say which number is predicted of a row; define its score().")
 
     def rows_of_scores(self, scores: npt.NDArray[np.float32]) -> Rows:
-        """Returns the outputs that metrics are computed from, given the :meth:`score` of each row.
+        """Returns the outputs that metrics are computed from, given what :meth:`score` returns of all rows.
 
         Raises:
             UserError: The task predicts no number.

@@ -18,7 +18,23 @@ if TYPE_CHECKING:
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
-class ClickConfig:
+class ClickLossConfig:
+    """The settings of the loss of a label of 0 and 1.
+
+    Attributes:
+        label_smoothing: The share e of the training labels that is taken away: y (1 - e) + e / 2 in the place of y.
+        positive_weight: Factor on the training loss of rows with the label 1.
+        focal_gamma: The power g of the focal loss (Lin et al., ICCV 2017): the training loss of a row is multiplied by
+            (1 - p)^g, where p is the predicted probability of its label. 0 for the usual loss.
+    """
+
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    positive_weight: Annotated[float, Field(gt=0, le=1e6)] = 1.0
+    focal_gamma: Annotated[float, Field(ge=0, le=100)] = 0.0
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
+class ClickConfig(ClickLossConfig):
     """The section of :class:`distembed.tasks.ClickTask`.
 
     Attributes:
@@ -26,19 +42,12 @@ class ClickConfig:
         group: Name of a single-valued feature, for example the user, within whose values the metric ``gauc`` orders
             clicks; null for no GAUC. Rows whose value is missing or out of vocabulary are in no group.
         headline: Name of the metric by which models are compared; ``gauc`` with a group alone.
-        label_smoothing: The share e of the training labels that is taken away: y (1 - e) + e / 2 in the place of y.
-        positive_weight: Factor on the training loss of rows with the label 1.
-        focal_gamma: The power g of the focal loss (Lin et al., ICCV 2017): the training loss of a row is multiplied by
-            (1 - p)^g, where p is the predicted probability of its label. 0 for the usual loss.
     """
 
     takes: ClassVar[str] = "logits"
     name: Literal["click"] = "click"
     group: Annotated[str, Field(min_length=1)] | None = None
     headline: Literal["auc", "gauc", "logloss", "normalized_entropy"] = "auc"
-    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    positive_weight: Annotated[float, Field(gt=0, le=1e6)] = 1.0
-    focal_gamma: Annotated[float, Field(ge=0, le=100)] = 0.0
 
     @model_validator(mode="after")
     def _headline_is_computed(self) -> "ClickConfig":
@@ -57,15 +66,12 @@ class ClickConfig:
 
     def check_labels(self, labels: "Floats", where: str) -> None:
         """Refuses labels other than 0 and 1, also fractions, for which no AUC is defined."""
-        is_wrong = (labels != 0) & (labels != 1) & (labels == labels)
-        if is_wrong.any():
-            wrong_labels = [f"{value:g}" for value in sorted(set(labels[is_wrong].tolist()))]
-            raise UserError(
-                f"task.name is 'click', which takes labels of 0 and 1, and {where} has "
-                f"{enumerate_names(wrong_labels, most=5)}. Prepare the data with "
-                "`label: {column: ..., at_least: 4}` in the schema, which makes 0 and 1 of numbers; or predict the "
-                "number by task={name: rating} and model.name=mf."
-            )
+        require_binary(
+            labels,
+            f"task.name is 'click', which takes labels of 0 and 1, and {where}",
+            "Prepare the data with `label: {column: ..., at_least: 4}` in the schema, which makes 0 and 1 of numbers; "
+            "or predict the number by task={name: rating} and model.name=mf.",
+        )
 
     def batch_schema(self, schema: Schema) -> Schema:
         """Returns the dataset's columns; it refuses several labels, and a group that is no single-valued feature."""
@@ -81,3 +87,11 @@ class ClickConfig:
                 f"{', '.join(single) or 'this dataset has none'}."
             )
         return schema
+
+
+def require_binary(labels: "Floats", rule: str, remedy: str) -> None:
+    """Refuses labels [N] other than 0, 1 and NaN, with the rule that they break, up to their place, and the remedy."""
+    is_wrong = (labels != 0) & (labels != 1) & (labels == labels)
+    if is_wrong.any():
+        wrong_labels = [f"{value:g}" for value in sorted(set(labels[is_wrong].tolist()))]
+        raise UserError(f"{rule} has {enumerate_names(wrong_labels, most=5)}. {remedy}")

@@ -49,6 +49,14 @@ class TaskConfig(Protocol):
 
 
 @runtime_checkable
+class SchemaTaskConfig(Protocol):
+    """A task's section whose task is built for a dataset's columns, for example for its labels."""
+
+    def build_for(self, schema: Schema) -> "Task":
+        """Builds the task for a dataset's columns."""
+
+
+@runtime_checkable
 class AddingTaskConfig(Protocol):
     """A task's section whose task adds columns to batches, for example negative items, or takes some away."""
 
@@ -84,6 +92,11 @@ class DeclaringTaskConfig(Protocol):
     """
 
     takes: ClassVar[str]
+
+
+def build_task(config: TaskConfig, schema: Schema) -> "Task":
+    """Builds the task of a section for a dataset's columns."""
+    return config.build_for(schema) if isinstance(config, SchemaTaskConfig) else config.build()
 
 
 def batch_schema(task: TaskConfig, schema: Schema) -> Schema:

@@ -86,6 +86,7 @@ class NextItemTask(Task):
         )
         self.reported_metrics = headline_first(reported, config.headline)
         self.outputs = ("metrics", "excluded_targets", *RECOMMENDATIONS, *(("sampled",) if self._sampled else ()))
+        self.unknown_columns = (USER,)
         self.prediction_columns, self.id_columns = prediction_columns(self._num_best), id_columns(self._num_best)
         self._targets_per_row = 1.0
         self._context: TaskContext | None = None

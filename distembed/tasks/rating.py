@@ -6,11 +6,12 @@ are seen. Of rows with weights the first term is multiplied by the weight over t
 """
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from distembed.data.dataset.manifest import Manifest
@@ -24,61 +25,52 @@ from distembed.tasks.row_weights import RowWeights, total_weight, weights_of
 _METRICS = (ReportedMetric("rmse", "RMSE", better="lower"), ReportedMetric("mae", "MAE", better="lower"))
 
 
-class RatingTask(Task):
-    """Predicts the label, any number, of each row from a model that returns queries of users with the rows' items.
+class NumberTask(Task):
+    """Predicts the label, any number, of each row from a model that returns a number for each row [batch].
 
     Args:
-        regularization: Factor of the squares of a row's vectors in its loss.
-        subtract_mean: Whether the mean of the training ratings is added to every score.
-        clip: The lowest and the highest rating that is predicted in evaluations; None for any number.
+        subtract_mean: Whether the mean of the training labels is added to every number of the model.
+        clip: The lowest and the highest number that is predicted in evaluations; None for any number.
         headline: Name of the metric by which models are compared.
+
+    Attributes:
+        mean: The number that is added; 0 until a task with ``subtract_mean`` starts.
     """
 
-    batch_fields = (LABELS, SPARSE_FEATURES)
+    batch_fields: ClassVar[tuple[str, ...]] = (LABELS,)
     outputs: tuple[str, ...] = ("predictions", "labels")
     prediction_columns = ("prediction", "label")
 
     def __init__(
-        self,
-        regularization: float = 0.0,
-        subtract_mean: bool = True,
-        clip: tuple[float, float] | None = None,
-        headline: str = "rmse",
+        self, subtract_mean: bool = True, clip: tuple[float, float] | None = None, headline: str = "rmse"
     ) -> None:
-        self._regularization = regularization
-        self._subtract_mean = subtract_mean
+        self.subtracts_mean, self.mean = subtract_mean, 0.0
         self._clip = clip
-        self._mean = 0.0
         self._weights = RowWeights()
         self.reported_metrics = headline_first(_METRICS, headline)
 
-    def start(self, context: TaskContext) -> None:
-        """Reads the mean of the training split's ratings, and whether rows have weights."""
-        self._weights.start(context)
-        self.outputs = (*type(self).outputs, *self._weights.outputs)
-        if self._subtract_mean:
-            self._mean = Manifest.load(context.data.require_path()).splits[context.data.train].label_rate or 0.0
-
-    def step(self, outputs: Queries, batch: Batch) -> tuple[Tensor, Outputs]:
+    def step(self, outputs: Any, batch: Batch) -> tuple[Tensor, Outputs]:
         predictions, labels = self._predict(outputs), batch[LABELS]
+        assert isinstance(labels, Tensor)
         errors, weights = (predictions - labels).square(), self._weights.in_loss(batch)
         loss = errors.sum() if weights is None else (errors * weights).sum()
-        if self._regularization:
-            loss = loss + self._regularization * squares(outputs)
         return loss, {"predictions": predictions, "labels": labels, **self._weights.of_rows(batch)}
 
-    def evaluate(self, outputs: Queries, batch: Batch) -> Outputs:
-        return {"predictions": self.score(outputs), "labels": batch[LABELS], **self._weights.of_rows(batch)}
+    def evaluate(self, outputs: Any, batch: Batch) -> Outputs:
+        labels = batch[LABELS]
+        assert isinstance(labels, Tensor)
+        return {"predictions": self.score(outputs), "labels": labels, **self._weights.of_rows(batch)}
 
-    def score(self, outputs: Queries) -> Tensor:
+    def score(self, outputs: Any) -> Float[Tensor, " batch"]:
         predictions = self._predict(outputs)
         return predictions if self._clip is None else predictions.clamp(*self._clip)
 
     def rows_of_scores(self, scores: npt.NDArray[np.float32]) -> Rows:
         return {"predictions": scores}
 
-    def _predict(self, queries: Queries) -> Tensor:
-        return queries.scores(ITEM).flatten().float() + self._mean
+    def _predict(self, outputs: Any) -> Float[Tensor, " batch"]:
+        numbers: Tensor = outputs.float() + self.mean
+        return numbers
 
     def metrics(self, rows: Rows) -> dict[str, float]:
         return {"rows": len(rows["labels"]), **total_weight(rows), **_errors(rows)}
@@ -101,6 +93,45 @@ class RatingTask(Task):
 
     def describe_training(self, metrics: Mapping[str, Any]) -> str:
         return f"RMSE {metrics['rmse']:.4f}"
+
+
+class RatingTask(NumberTask):
+    """Predicts the label, any number, of each row from a model that returns queries of users with the rows' items.
+
+    Args:
+        regularization: Factor of the squares of a row's vectors in its loss.
+        subtract_mean: Whether the mean of the training ratings is added to every score.
+        clip: The lowest and the highest rating that is predicted in evaluations; None for any number.
+        headline: Name of the metric by which models are compared.
+    """
+
+    batch_fields = (LABELS, SPARSE_FEATURES)
+
+    def __init__(
+        self,
+        regularization: float = 0.0,
+        subtract_mean: bool = True,
+        clip: tuple[float, float] | None = None,
+        headline: str = "rmse",
+    ) -> None:
+        super().__init__(subtract_mean, clip, headline)
+        self._regularization = regularization
+
+    def start(self, context: TaskContext) -> None:
+        """Reads the mean of the training split's ratings, and whether rows have weights."""
+        self._weights.start(context)
+        self.outputs = (*type(self).outputs, *self._weights.outputs)
+        if self.subtracts_mean:
+            self.mean = Manifest.load(context.data.require_path()).splits[context.data.train].label_rate or 0.0
+
+    def step(self, outputs: Queries, batch: Batch) -> tuple[Tensor, Outputs]:
+        loss, rows = super().step(outputs, batch)
+        if self._regularization:
+            loss = loss + self._regularization * squares(outputs)
+        return loss, rows
+
+    def _predict(self, outputs: Queries) -> Float[Tensor, " batch"]:
+        return super()._predict(outputs.scores(ITEM).flatten())
 
 
 class _Squares(torch.autograd.Function):

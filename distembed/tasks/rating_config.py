@@ -17,23 +17,16 @@ if TYPE_CHECKING:
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
-class RatingConfig:
-    """The section of :class:`distembed.tasks.RatingTask`.
+class NumberConfig:
+    """The settings of a label of any number.
 
     Attributes:
-        name: The task's name, ``rating``.
-        regularization: Factor of the squares of a row's vectors in its loss.
-        subtract_mean: Whether the model predicts the difference of a rating from the mean of the training ratings.
-        clip: The lowest and the highest rating that is predicted in evaluations; null for any number.
-        headline: Name of the metric by which models are compared.
+        subtract_mean: Whether the model predicts the difference of a label from the mean of the training labels.
+        clip: The lowest and the highest number that is predicted in evaluations; null for any number.
     """
 
-    takes: ClassVar[str] = "pairs"
-    name: Literal["rating"] = "rating"
-    regularization: NonNegativeNumber = 0.0
     subtract_mean: bool = True
     clip: Annotated[tuple[float, float], Strict(False)] | None = None  # YAML has no tuples
-    headline: Literal["rmse", "mae"] = "rmse"
 
     @field_validator("clip")
     @classmethod
@@ -41,6 +34,22 @@ class RatingConfig:
         if value is not None and not value[0] < value[1]:
             raise ValueError(f"clip is {list(value)}; give the lowest rating, then the highest")
         return value
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
+class RatingConfig(NumberConfig):
+    """The section of :class:`distembed.tasks.RatingTask`.
+
+    Attributes:
+        name: The task's name, ``rating``.
+        regularization: Factor of the squares of a row's vectors in its loss.
+        headline: Name of the metric by which models are compared.
+    """
+
+    takes: ClassVar[str] = "pairs"
+    name: Literal["rating"] = "rating"
+    regularization: NonNegativeNumber = 0.0
+    headline: Literal["rmse", "mae"] = "rmse"
 
     def build(self) -> "Task":
         task: Task = imported("distembed.tasks.rating:RatingTask")(

@@ -39,7 +39,7 @@ from distembed.planning.saved_plan import PlanInputs, table_plan_inputs
 from distembed.sharding import default_sharders
 from distembed.sse import SSE, graph_bytes
 from distembed.sse.perturbation import Perturbation
-from distembed.tasks import Task, batch_schema
+from distembed.tasks import Task, batch_schema, build_task
 from distembed.tasks.base import TaskContext, require_fields
 from distembed.training.config import Config
 from distembed.training.initial_run import InitialRun
@@ -84,7 +84,7 @@ class Blueprint:
     @cached_property
     def task(self) -> Task:
         """The task that the model learns."""
-        return self.config.task.build()
+        return build_task(self.config.task, self.schema)
 
     @cached_property
     def model_inputs(self) -> ModelInputs:

@@ -14,6 +14,7 @@ from distembed.data.dataset.kept import keep_dataset
 from distembed.data.dataset.manifest import id_fingerprint
 from distembed.embedding import assignment_checksums
 from distembed.sse.config import graph_fingerprints
+from distembed.tasks import build_task
 from distembed.tasks.seen_items import SEEN_ITEMS
 from distembed.training.build import used_precision
 from distembed.training.config import Config
@@ -89,7 +90,7 @@ def train_run(
         evaluation = described = None
         if config.data.test is not None:
             evaluation = trainer.evaluate(config.data.test)
-            described = f"{config.data.test}: {config.task.build().describe(evaluation)}"
+            described = f"{config.data.test}: {build_task(config.task, start.manifest.schema).describe(evaluation)}"
             write_json(start.folder / "evaluation.json", evaluation)
         best = None if trainer.best is None else trainer.best.to_json()
         facts = {} if best is None else {"best": best, "steps": trainer.step}
@@ -102,6 +103,7 @@ def run_info(config: Config, start: RunStart) -> dict[str, Any]:
     """Returns the part of ``run.json`` that follows from the config and the dataset."""
     description = describe(config)
     schemes = [table.config.scheme.name for table in description.tables]
+    task = build_task(config.task, start.manifest.schema)
     return {
         "id": start.run_id,
         "seed": config.train.seed,
@@ -119,5 +121,5 @@ def run_info(config: Config, start: RunStart) -> dict[str, Any]:
         "embedding_rows": description.embedding_rows,
         "full_embedding_bytes": description.full_embedding_bytes,
         "full_embedding_rows": description.full_embedding_rows,
-        "metrics": [dataclasses.asdict(metric) for metric in config.task.build().reported_metrics],
+        "metrics": [dataclasses.asdict(metric) for metric in task.reported_metrics],
     }

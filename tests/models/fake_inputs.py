@@ -36,6 +36,7 @@ class FakeInputs:
 
     def __init__(self, vectors: dict[str, Tensor], schema: Schema) -> None:
         self.embeddings, self.schema, self.num_dense = FakeEmbeddings(vectors), schema, len(schema.dense)
+        self.num_labels = len(schema.all_labels)
         self.tables = {name: _FakeTable([name]) for name in vectors}
 
     def pooled_embeddings(self, features: None = None) -> tuple[nn.Module, list[str]]:

@@ -1,6 +1,7 @@
-"""DCN V2, Gated DCN, DeepFM and FinalMLP against their papers' equations, in float64, with their gradients."""
+"""Models of feature vectors against their papers' equations, in float64, with their gradients."""
 
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +11,15 @@ from torch import Tensor, nn
 from torchrec.modules.crossnet import CrossNet, LowRankCrossNet
 
 from distembed.base.errors import UserError
-from distembed.data.dataset.schema import Schema
+from distembed.data.dataset.schema import Label, Schema
 from distembed.models import MODELS
 from distembed.models.config import FeatureVectorConfig, ModelConfig
 from distembed.models.dcnv2_config import DCNv2Config, GDCNConfig
 from distembed.models.deepfm_config import DeepFMConfig
 from distembed.models.din_config import DINConfig
+from distembed.models.esmm import logit_of_both
+from distembed.models.esmm_config import ESMMConfig
+from distembed.models.experts_config import MMoEConfig, PLEConfig
 from distembed.models.finalmlp_config import FinalMLPConfig, StreamConfig
 from distembed.models.layers import CrossLayersV2
 from distembed.models.vectors import FeatureVectorModel
@@ -78,6 +82,48 @@ def final_mlp(weights: dict[str, Tensor], vectors: Tensor) -> Tensor:
     return logits
 
 
+def mixture(weights: dict[str, Tensor], gate: str, inputs: Tensor, experts: list[Tensor]) -> Tensor:
+    shares = (inputs @ weights[f"{gate}.weight"].T).exp()
+    assert shares.shape[1] == len(experts)
+    return sum(shares[:, [i]] / shares.sum(1, keepdim=True) * own for i, own in enumerate(experts))
+
+
+def experts_of(weights: dict[str, Tensor], path: str, number: int, inputs: Tensor) -> list[Tensor]:
+    return [perceptron(weights, f"{path}.{i}", inputs) for i in range(number)]
+
+
+def towers(weights: dict[str, Tensor], path: str, inputs: list[Tensor]) -> list[Tensor]:
+    return [perceptron(weights, f"{path}.networks.{i}", own, True)[:, 0] for i, own in enumerate(inputs)]
+
+
+def mmoe(weights: dict[str, Tensor], vectors: Tensor) -> Tensor:
+    x, level = vectors.flatten(1), "network.levels.0"
+    experts = experts_of(weights, f"{level}.shared", 3, x)
+    mixtures = [mixture(weights, f"{level}.gates.{label}", x, experts) for label in range(2)]
+    return torch.stack(towers(weights, "network.towers", mixtures), 1)
+
+
+def ple(weights: dict[str, Tensor], vectors: Tensor) -> Tensor:
+    """Of two levels, with a shared expert and two of each label."""
+    first = second = both = vectors.flatten(1)
+    for level in ("network.levels.0", "network.levels.1"):
+        shared = experts_of(weights, f"{level}.shared", 1, both)
+        of_first = experts_of(weights, f"{level}.specific.0", 2, first)
+        of_second = experts_of(weights, f"{level}.specific.1", 2, second)
+        if level == "network.levels.0":
+            both = mixture(weights, f"{level}.gates.2", both, of_first + of_second + shared)
+        first = mixture(weights, f"{level}.gates.0", first, of_first + shared)
+        second = mixture(weights, f"{level}.gates.1", second, of_second + shared)
+    return torch.stack(towers(weights, "network.towers", [first, second]), 1)
+
+
+def esmm(weights: dict[str, Tensor], vectors: Tensor) -> Tensor:
+    """Of labels in the order conversion, click."""
+    x = vectors.flatten(1)
+    click, conversion = (1 / (1 + (-logit).exp()) for logit in towers(weights, "towers", [x, x]))
+    return torch.stack([(p / (1 - p)).log() for p in (click * conversion, click)], 1)
+
+
 CASES: dict[str, tuple[Any, Callable[..., Tensor]]] = {
     "dcnv2": (DCNv2Config(deep=[6, 5], num_cross_layers=2), parallel_cross),
     "dcnv2 low rank, stacked": (
@@ -95,11 +141,14 @@ CASES: dict[str, tuple[Any, Callable[..., Tensor]]] = {
         ),
         final_mlp,
     ),
+    "mmoe": (MMoEConfig(deep=[6, 5], tower=[4], num_experts=3), mmoe),
+    "ple": (PLEConfig(deep=[6, 5], tower=[4], num_shared=1, num_specific=2), ple),
+    "esmm": (ESMMConfig(click="second", deep=[6, 5]), esmm),
 }
 
 
 def build(config: ModelConfig) -> FeatureVectorModel:
-    schema = Schema(None, ("d0", "d1"), ())
+    schema = Schema(None, ("d0", "d1"), (), labels=(Label("first"), Label("second")))
     model = config.build(FakeInputs({name: torch.randn(BATCH, DIM) for name in "abc"}, schema))
     assert isinstance(model, FeatureVectorModel)
     assert model.vector_names == NAMES
@@ -117,7 +166,7 @@ def test_the_model_equals_its_equations(case: str) -> None:
     leaves = [vectors, *(own for name, own in weights.items() if not name.startswith("soft_one_hot"))]
     found, expected = model.logits(vectors), equations(weights, vectors)
     torch.testing.assert_close(found, expected)
-    upstream = torch.randn(BATCH, dtype=torch.float64)
+    upstream = torch.randn_like(expected)
     gradients = torch.autograd.grad(found, leaves, upstream)
     for ours, theirs in zip(gradients, torch.autograd.grad(expected, leaves, upstream), strict=True):
         torch.testing.assert_close(ours, theirs)
@@ -186,3 +235,38 @@ def test_settings_that_do_not_fit_are_refused(settings: dict[str, Any], message:
 def test_an_unknown_feature_to_gate_by_is_refused() -> None:
     with pytest.raises(UserError, match="feature that gates a stream"):
         build(FinalMLPConfig(first=StreamConfig(gated_by=["z"])))
+
+
+def test_the_logit_of_both_is_finite_where_probabilities_round_to_0_and_1() -> None:
+    logits = torch.tensor([[-200.0, -200.0], [200.0, 200.0], [0.0, -300.0], [300.0, 5.0]], requires_grad=True)
+    both = logit_of_both(logits[:, 0], logits[:, 1])
+    # p q / (1 - p q): of small p and q it is p q, of large ones 1 / ((1 - p) + (1 - q))
+    torch.testing.assert_close(both, torch.tensor([-400.0, 200 - math.log(2), -300 - math.log(2), 5.0]))
+    both.sum().backward()
+    torch.testing.assert_close(logits.grad, torch.tensor([[1.0, 1.0], [0.5, 0.5], [0.5, 1.0], [0.0, 1.0]]))
+
+
+def test_an_expert_alone_is_a_shared_bottom() -> None:
+    model = build(MMoEConfig(deep=[6], tower=[4], num_experts=1))
+    weights, vectors = dict(model.named_parameters()), torch.randn(BATCH, len(NAMES), DIM, dtype=torch.float64)
+    bottom = perceptron(weights, "network.levels.0.shared.0", vectors.flatten(1))
+    expected = torch.stack(towers(weights, "network.towers", [bottom, bottom]), 1)
+    torch.testing.assert_close(model.logits(vectors), expected)
+
+
+@pytest.mark.parametrize("labels", [("a",), ("a", "b", "c")])
+def test_esmm_refuses_other_than_two_labels(labels: tuple[str, ...]) -> None:
+    one_or_more = {"label": labels[0]} if len(labels) == 1 else {"label": None, "labels": tuple(map(Label, labels))}
+    schema = Schema(**one_or_more, dense=(), categorical=())
+    with pytest.raises(UserError, match="two binary labels.*a \\(binary\\)"):
+        ESMMConfig().build(FakeInputs({"a": torch.randn(BATCH, DIM)}, schema))
+
+
+@pytest.mark.parametrize(
+    ("kind", "click", "message"),
+    [("number", None, r"first \(binary\), second \(number\)"), ("binary", "secnd", "model.click.*'second'")],
+)
+def test_esmm_refuses_a_number_and_an_unknown_click(kind: Any, click: str | None, message: str) -> None:
+    schema = Schema(None, (), (), labels=(Label("first"), Label("second", kind)))
+    with pytest.raises(UserError, match=message):
+        ESMMConfig(click=click).build(FakeInputs({"a": torch.randn(BATCH, DIM)}, schema))

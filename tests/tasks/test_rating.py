@@ -42,7 +42,7 @@ def test_the_mean_is_that_of_the_split_that_is_trained_on(tmp_path: Path) -> Non
     for subtract_mean, expected in ((True, 3.5), (False, 0.0)):
         task = RatingTask(subtract_mean=subtract_mean)
         task.start(context)
-        assert task._mean == expected
+        assert task.mean == expected
 
 
 def test_bad_settings_and_datasets_are_named() -> None:

@@ -38,6 +38,7 @@ from distembed.planning.storage import replicated_storage, whole_table_storage
 from distembed.reports.plan.assessment import is_fitting
 from distembed.reports.plan.plannable import ConfiguredModel
 from distembed.reports.plan.remedies import least_enough
+from distembed.tasks import build_task
 from distembed.training.build import table_optimizers
 from distembed.training.config import Config
 
@@ -201,8 +202,9 @@ def compress_config(config: Config, cluster: Cluster) -> Config:
     if is_fitting(ConfiguredModel(config), cluster):
         return config
     # features whose tables have no settings of their own
-    own_tables, dense_tables = config.embedding.tables, config.task.build().dense_tables
-    features = [feature for feature in config.data.load_schema().categorical if feature.name not in own_tables]
+    schema = config.data.load_schema()
+    own_tables, dense_tables = config.embedding.tables, build_task(config.task, schema).dense_tables
+    features = [feature for feature in schema.categorical if feature.name not in own_tables]
     id_counts, optimizers = load_id_counts(config, features), table_optimizers(config.train)
     tables = [
         CompressibleTable(

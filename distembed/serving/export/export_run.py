@@ -59,7 +59,7 @@ NETWORK = "network.pt2"
 EXAMPLE_NAME = "serving_example.py"
 """A script that scores raw rows with torch alone; it is copied from this package into every exported folder."""
 SAMPLE_ROWS = 256
-_TASKS = ("click", "rating", "ranking", "next_item")
+_TASKS = ("click", "rating", "multi", "ranking", "next_item")
 
 Exportable = ScoredModel | RecommendingModel
 

@@ -135,35 +135,39 @@ class ParityCheck(ABC, Generic[ModelT]):
 
 
 class ScoreCheck(ParityCheck[ScoredModel]):
-    """Compares the number that each model gives a row."""
+    """Compares the numbers that each model gives a row: one, or one for each label."""
 
     def sample(self, rows: SplitRows | None, num_rows: int) -> Batch:
         if rows is None:
             return made_up_batch(self.whole.blueprint.batch_schema, num_rows)
-        return next(iter(rows.batches(num_rows, num_rows)))
+        return self.whole.task.prepare_batch(next(iter(rows.batches(num_rows, num_rows))), None)
 
     def outputs(self, batch: Batch) -> Mapping[str, Sequence[Any]]:
-        return {"prediction": self._scores(batch).tolist()}
+        return dict(zip(self.model.outputs, self._scores(batch).T.tolist(), strict=True))
 
     def _scores(self, batch: Batch) -> NDArray[np.float32]:
-        scores: NDArray[np.float32] = self._run(batch).numpy()
+        """Returns the exported model's scores [rows, scores]."""
+        outputs = self._run(batch)
+        scores: NDArray[np.float32] = torch.stack([outputs] if isinstance(outputs, Tensor) else [*outputs], 1).numpy()
         return scores
 
     def on_sample(self, batch: Batch) -> Parity:
         exported = self._scores(batch)
-        trained: NDArray[np.float32] = self.whole.task.predictions(self.whole.outputs(batch))["prediction"]
+        predictions = self.whole.task.predictions(self.whole.outputs(batch))
+        trained = np.stack([predictions[name] for name in self.model.outputs], axis=1)
         if not np.isfinite(exported).all():
             raise RunError(
-                f"{np.count_nonzero(~np.isfinite(exported))} of {len(exported)} scores of the exported model are no "
+                f"{np.count_nonzero(~np.isfinite(exported))} of {exported.size} scores of the exported model are no "
                 f"numbers: the tables have values that {self.precision} does not hold; choose --precision fp32."
             )
         differences = np.abs(exported - trained)
         relative = differences / np.maximum(1, np.abs(trained))
         if self.precision == "fp32" and relative.size and relative.max() > MOST_DIFFERENCE:
-            row = int(relative.argmax())
+            row, column = np.unravel_index(relative.argmax(), relative.shape)
             raise RunError(
-                f"the exported model scores otherwise than the trained one: row {row} of the sample "
-                f"{exported[row]:.8g} in place of {trained[row]:.8g}, and at most {MOST_DIFFERENCE:g} is rounding. "
+                f"the exported model scores otherwise than the trained one: row {row} of the sample has the "
+                f"{self.model.outputs[column]} {exported[row, column]:.8g} in place of {trained[row, column]:.8g}, "
+                f"and at most {MOST_DIFFERENCE:g} is rounding. "
                 "Nothing was written; please report this with the run's config."
             )
         return Parity(len(exported), float(differences.max(initial=0.0)))
@@ -175,7 +179,9 @@ class ScoreCheck(ParityCheck[ScoredModel]):
         for batch in rows.batches(_BATCH_SIZE, most_rows):
             outputs = whole.outputs(whole.task.prepare_batch(batch, None))
             trained.append(outputs)
-            exported.append({**outputs, **whole.task.rows_of_scores(self._scores(batch))})
+            scores = self._scores(batch)
+            scores = scores[:, 0] if scores.shape[1] == 1 else scores
+            exported.append({**outputs, **whole.task.rows_of_scores(scores)})
         headline = whole.task.headline.name
         metrics = [float(whole.task.metrics(_joined(outputs))[headline]) for outputs in (exported, trained)]
         require_close_metric(whole.task.headline.heading, rows.split, (metrics[0], metrics[1]), self.precision)

@@ -1,4 +1,4 @@
-"""The programs of models that give a number for each row: clicks and ratings.
+"""The programs of models that give a number for each row, or one for each label: clicks, ratings and several labels.
 
 A program is a copy of the run's own model, with stored tables in place of its embedding collections, and the task's
 score at the end. It computes in float32, even if the run was trained in bf16.
@@ -42,7 +42,7 @@ _FIELDS = {DENSE_FEATURES, SPARSE_FEATURES}
 
 
 class ScoreProgram(nn.Module):
-    """Maps ids and numbers of rows to scores [batch].
+    """Maps ids and numbers of rows to scores [batch], several for several labels.
 
     ``model`` has :class:`FeatureVectors` and :class:`IdVectors` in place of its collections, which take
     :class:`PlainFeatures` in place of a KeyedJaggedTensor. The task turns the model's output into the score, for
@@ -59,15 +59,18 @@ class ScoreProgram(nn.Module):
         values: Int64[Tensor, " ids"],
         lengths: Int64[Tensor, "features batch"],
         dense: Float[Tensor, "batch numbers"] | None = None,
-    ) -> Float[Tensor, " batch"]:
-        """Returns the score of each row."""
+    ) -> Float[Tensor, " batch"] | tuple[Float[Tensor, " batch"], ...]:
+        """Returns the score of each row, or a tensor for each of the task's ``scores``."""
         numbers = torch.empty(lengths.shape[1], 0) if dense is None else dense
         fields = {SPARSE_FEATURES: PlainFeatures(self._features, values, lengths), DENSE_FEATURES: numbers}
-        return self._task.score(self.model(*[fields[name] for name in self.model.batch_fields]))
+        return _program_outputs(self._task, self.model(*[fields[name] for name in self.model.batch_fields]))
 
 
 class VectorScoreProgram(nn.Module):
-    """Maps vectors that shards looked up, and numbers, to scores [batch]; ``model`` has :class:`GivenVectors`."""
+    """Maps vectors that shards looked up, and numbers, to scores, like :class:`ScoreProgram`.
+
+    ``model`` has :class:`GivenVectors` in place of its collection.
+    """
 
     def __init__(self, model: Model, task: Task) -> None:
         super().__init__()
@@ -76,11 +79,18 @@ class VectorScoreProgram(nn.Module):
 
     def forward(
         self, vectors: Float[Tensor, "batch columns"], dense: Float[Tensor, "batch numbers"] | None = None
-    ) -> Float[Tensor, " batch"]:
-        """Returns the score of each row."""
+    ) -> Float[Tensor, " batch"] | tuple[Float[Tensor, " batch"], ...]:
+        """Returns the score of each row, or a tensor for each of the task's ``scores``."""
         numbers = torch.empty(vectors.shape[0], 0) if dense is None else dense
         fields = {SPARSE_FEATURES: vectors, DENSE_FEATURES: numbers}
-        return self._task.score(self.model(*[fields[name] for name in self.model.batch_fields]))
+        return _program_outputs(self._task, self.model(*[fields[name] for name in self.model.batch_fields]))
+
+
+def _program_outputs(task: Task, outputs: Any) -> Tensor | tuple[Tensor, ...]:
+    """Returns a model's scores as a program returns them: a tensor [batch], or one for each of several scores."""
+    scores = task.score(outputs)
+    columns = (scores,) if scores.dim() == 1 else scores.unbind(1)
+    return columns[0] if len(columns) == 1 else tuple(columns)
 
 
 class GivenVectors(nn.Module):
@@ -118,7 +128,6 @@ class ScoredModel:
     ``features`` are the features of its embedding collections, in the dataset's order.
     """
 
-    outputs: ClassVar[tuple[str, ...]] = ("prediction",)
     recommends: ClassVar[None] = None
 
     model: Model
@@ -152,6 +161,11 @@ class ScoredModel:
         features = [PlainFeature(ids.name, ids.multi_hot) for ids in schema.categorical if ids.name in read]
         takes_numbers = DENSE_FEATURES in model.batch_fields and len(schema.dense) > 0
         return cls(model, task, collections, features, takes_numbers)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The names of the program's outputs."""
+        return self.task.scores
 
     @property
     def tables(self) -> list[CompositionalEmbeddingConfig]:

@@ -75,7 +75,7 @@ class Scorer:
         self._needed = [USER] if manifest.task == "ranking" else list(self._decoder.columns.kinds)
         self._takes_numbers = "dense" in manifest.network.inputs
         vocabularies = {feature.name: feature.vocabulary for feature in manifest.features}
-        self._recommends = _ITEMS in manifest.network.outputs
+        self._recommends = manifest.recommends is not None
         file = vocabularies.get(ITEM) if self._recommends else None
         self._items = None if file is None else _raw_values(folder / file)
 

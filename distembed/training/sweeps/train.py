@@ -26,6 +26,7 @@ from typing import Literal, NamedTuple
 
 from distembed.base.errors import InsufficientMemory, Interrupted, RunError, UserError, one_line
 from distembed.base.process import PARENT_VARIABLE, end_with_parent
+from distembed.tasks import build_task
 from distembed.tasks.reported_metrics import ReportedMetric
 from distembed.training.run_folder.lock import owned
 from distembed.training.run_folder.record import RunRecord
@@ -60,7 +61,8 @@ def train_sweep(sweep: Sweep, num_workers: int, say: Say) -> dict[str, Outcome]:
     """
     # torch then looks for GPUs by NVML: forked processes could not use CUDA if this process had initialised it
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    metric = sweep.runs[0].config.task.build().headline
+    config = sweep.runs[0].config
+    metric = build_task(config.task, config.data.load_schema()).headline
     if metric.better is None and (sweep.prune or sweep.sampler == "tpe"):
         raise UserError(f"--sampler tpe and --prune need a metric to improve, and {metric.name!r} is none.")
     (sweep.folder / LOGS).mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,105 @@
+"""The section of the task ``multi``."""
+
+import dataclasses
+from dataclasses import field
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+import pydantic.dataclasses
+from pydantic import Field
+
+from distembed.base.errors import UserError
+from distembed.base.lazy import imported
+from distembed.base.names import STRICT, one_of
+from distembed.data.dataset.schema import Label, LabelKind, Schema
+from distembed.optim.config import NonNegativeNumber
+from distembed.tasks.click_config import ClickLossConfig
+from distembed.tasks.rating_config import NumberConfig
+
+if TYPE_CHECKING:
+    from distembed.tasks.base import Task
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
+class LabelConfig(ClickLossConfig, NumberConfig):
+    """The settings of a label: the settings of its kind, binary or number, and these.
+
+    Attributes:
+        weight: Factor on the label's loss.
+        after: For a binary label, the name of the binary label that precedes it, such as the click before a
+            conversion: the label is 1 in rows where both are 1, and 0 in rows where the other is 0, also if the label
+            is missing there. Null for the label as it is.
+    """
+
+    weight: NonNegativeNumber = 1.0
+    after: Annotated[str, Field(min_length=1)] | None = None
+
+    def settings(self, kind: type) -> dict[str, Any]:
+        """Returns the settings of a kind of label, ``ClickLossConfig`` or ``NumberConfig``, by name."""
+        return {each.name: getattr(self, each.name) for each in dataclasses.fields(kind)}
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
+class MultiConfig:
+    """The section of :class:`distembed.tasks.MultiTask`.
+
+    Attributes:
+        name: The task's name, ``multi``.
+        labels: The settings of each label that the model learns, by name; empty for all labels of the dataset.
+        headline: Name of the metric by which models are compared, such as ``click.auc``; null for the AUC or RMSE of
+            the first label, in the dataset's order.
+    """
+
+    takes: ClassVar[str] = "multi_logits"
+    name: Literal["multi"] = "multi"
+    labels: dict[str, LabelConfig] = field(default_factory=dict)
+    headline: Annotated[str, Field(min_length=1)] | None = None
+
+    def build(self) -> "Task":
+        """Raises an error: labels of a dataset are needed; :func:`distembed.tasks.build_task` gives them."""
+        raise UserError("the task 'multi' is built for the labels of a dataset, by distembed.tasks.build_task.")
+
+    def build_for(self, schema: Schema) -> "Task":
+        """Builds the task for a dataset's columns."""
+        task: Task = imported("distembed.tasks.multi:MultiTask")(self, schema)
+        return task
+
+    def batch_schema(self, schema: Schema) -> Schema:
+        """Returns the dataset's columns, of its labels only the ones that the model learns."""
+        labels = self.chosen_labels(schema)
+        if len(labels) > 1:
+            return dataclasses.replace(schema, labels=labels)
+        return dataclasses.replace(schema, label=labels[0].name, label_kind=labels[0].kind, labels=())
+
+    def chosen_labels(self, schema: Schema) -> tuple[Label, ...]:
+        """Returns the labels that the model learns, in the dataset's order.
+
+        Raises:
+            UserError: The dataset has no label, lacks one, or has another kind of label than the settings are for.
+        """
+        if not schema.all_labels:
+            raise UserError(
+                "task.name is 'multi', and the rows of this dataset have no label; prepare the data with "
+                "`labels: {click: {}, rating: {kind: number}}` in the schema."
+            )
+        kinds = {label.name: label.kind for label in schema.all_labels}
+        for name, settings in self.labels.items():
+            _check_kind(one_of("label of task.labels", name, kinds), settings, kinds)
+        return tuple(label for label in schema.all_labels if not self.labels or label.name in self.labels)
+
+
+def _check_kind(name: str, label: LabelConfig, kinds: dict[str, LabelKind]) -> None:
+    """Refuses settings of the other kind of label, and an ``after`` that is not another binary label."""
+    defaults = LabelConfig()
+    other = ClickLossConfig if kinds[name] == "number" else NumberConfig
+    names = [*(each.name for each in dataclasses.fields(other)), *(["after"] if kinds[name] == "number" else [])]
+    wrong = [each for each in names if getattr(label, each) != getattr(defaults, each)]
+    if wrong:
+        own = ClickLossConfig if kinds[name] == "binary" else NumberConfig
+        allowed = ["weight", *(each.name for each in dataclasses.fields(own))]
+        raise UserError(
+            f"task.labels.{name} has {', '.join(wrong)}, and the label's kind is {kinds[name]!r}, which takes "
+            f"{', '.join(allowed)}{', after' if kinds[name] == 'binary' else ''}; leave {wrong[0]} out."
+        )
+    if label.after is not None:
+        binary = [other_name for other_name, kind in kinds.items() if kind == "binary" and other_name != name]
+        one_of(f"task.labels.{name}.after, the name of another binary label,", label.after, binary)

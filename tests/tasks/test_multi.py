@@ -1,0 +1,228 @@
+"""The task of several labels: masked losses, metrics against scikit-learn, and refused settings."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import log_loss, mean_absolute_error, roc_auc_score, root_mean_squared_error
+from torch import Tensor
+
+from distembed.base.errors import UserError
+from distembed.data.dataset.schema import LABELS, WEIGHTS, Label, Schema
+from distembed.data.reader import Batch
+from distembed.models import MMoEConfig
+from distembed.reports.comparison import ReportedMetric
+from distembed.tasks import TASKS, MultiConfig, MultiTask, batch_schema, build_task
+from distembed.tasks.multi_config import LabelConfig
+from distembed.tasks.reported_metrics import parse_metrics
+from distembed.training.config import load_config
+from tests.models.fake_inputs import FakeInputs
+
+NAN = math.nan
+SCHEMA = Schema(None, ("d",), (), labels=(Label("click"), Label("stars", "number"), Label("buy")))
+# a row for each combination of known and missing labels, and a row without any
+ROWS = [[1, 4, 0], [0, 2.5, NAN], [1, NAN, 1], [0, NAN, NAN], [NAN, -1, 0], [NAN, 3, NAN], [NAN, NAN, 1], [NAN] * 3]
+SETTINGS = {"click": LabelConfig(weight=2.0), "stars": LabelConfig(weight=0.5), "buy": LabelConfig(positive_weight=3.0)}
+
+
+def make_task(labels: dict[str, LabelConfig] | None = None, **settings: Any) -> MultiTask:
+    task = build_task(MultiConfig(labels=labels or {}, **settings), SCHEMA)
+    assert isinstance(task, MultiTask)
+    return task
+
+
+def prepared(task: MultiTask, labels: Tensor, **fields: Tensor) -> Batch:
+    return task.prepare_batch(Batch({LABELS: labels, **fields}, len(labels)), None)
+
+
+def weighed_loss(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Returns the loss of the settings, label by label and row by row."""
+    total = outputs.new_zeros(())
+    for (click, stars, buy), (y_click, y_stars, y_buy) in zip(outputs, labels.tolist(), strict=True):
+        if not math.isnan(y_click):
+            total = total + 2 * ((1 + click.exp()).log() - y_click * click)
+        if not math.isnan(y_stars):
+            total = total + 0.5 * (stars - y_stars) ** 2
+        if not math.isnan(y_buy):
+            total = total + ((1 + buy.exp()).log() - y_buy * buy) * (3 if y_buy else 1)
+    return total
+
+
+def test_a_missing_label_is_masked() -> None:
+    labels, task = torch.tensor(ROWS), make_task(SETTINGS)
+    outputs = torch.randn(len(ROWS), 3, requires_grad=True)
+    loss, _ = task.step(outputs, prepared(task, labels))
+    expected = weighed_loss(outputs.double(), labels)
+    torch.testing.assert_close(loss.double(), expected)
+    (found,) = torch.autograd.grad(loss, outputs)
+    torch.testing.assert_close(found, torch.autograd.grad(expected, outputs)[0])
+    assert not found[labels.isnan()].any()  # exactly 0
+
+
+def test_the_gradient_of_a_model_is_the_sum_over_batches_of_one_label() -> None:
+    """Each batch has the rows with the label, and a task of that label alone."""
+    model = MMoEConfig(deep=[6], tower=[4], num_experts=2).build(FakeInputs({"a": torch.randn(8, 4)}, SCHEMA))
+    labels, vectors = torch.tensor(ROWS), torch.randn(8, 2, 4)
+    networks = [own for name, own in model.named_parameters() if name.startswith("network")]
+    task = make_task(SETTINGS)
+    loss, _ = task.step(model.logits(vectors), prepared(task, labels))
+    found = torch.autograd.grad(loss, networks)
+    sums = [torch.zeros_like(weight) for weight in networks]
+    for column, (name, settings) in enumerate(SETTINGS.items()):
+        alone = make_task({name: settings})
+        has_label = ~labels[:, column].isnan()
+        outputs = model.logits(vectors[has_label])[:, [column]]
+        loss, _ = alone.step(outputs, prepared(alone, labels[has_label]))
+        for total, gradient in zip(sums, torch.autograd.grad(loss, networks, allow_unused=True), strict=True):
+            total += 0 if gradient is None else gradient
+    torch.testing.assert_close(found, tuple(sums))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_metrics_are_over_the_rows_with_the_label(weighted: bool) -> None:
+    rng = np.random.default_rng(1)
+    labels = np.stack([rng.integers(0, 2, 500), rng.normal(size=500), rng.integers(0, 2, 500)], 1)
+    labels[rng.random((500, 3)) < 0.3] = NAN
+    outputs, weights = rng.normal(size=(500, 3)), rng.integers(0, 4, 500)
+    task = make_task()
+    batch = prepared(
+        task,
+        torch.tensor(labels, dtype=torch.float32),
+        **({WEIGHTS: torch.tensor(weights, dtype=torch.float32)} if weighted else {}),
+    )
+    rows = task.evaluate(torch.tensor(outputs, dtype=torch.float32), batch)
+    metrics = task.metrics({name: values.numpy() for name, values in rows.items()})
+    assert metrics["rows"] == 500
+    assert metrics.get("weight") == (weights.sum() if weighted else None)
+    for column, name in enumerate(SCHEMA.label_names):
+        is_there = ~np.isnan(labels[:, column])
+        own, scores = labels[is_there, column], outputs[is_there, column]
+        share = {"sample_weight": weights[is_there]} if weighted else {}
+        assert metrics[f"{name}.rows"] == is_there.sum()
+        if name == "stars":
+            expected = {"rmse": root_mean_squared_error(own, scores, **share)}
+            expected["mae"] = mean_absolute_error(own, scores, **share)
+        else:
+            probabilities = 1 / (1 + np.exp(-scores))
+            expected = {"auc": roc_auc_score(own, scores, **share), "logloss": log_loss(own, probabilities, **share)}
+        for metric, value in expected.items():
+            assert metrics[f"{name}.{metric}"] == pytest.approx(value, rel=1e-5)
+    reported = {metric.name for metric in task.reported_metrics}
+    assert reported <= metrics.keys() and {"click.auc", "stars.rmse", "buy.logloss"} <= reported
+
+
+def test_training_metrics_of_several_steps_leave_missing_labels_out() -> None:
+    rng, task = np.random.default_rng(2), make_task(SETTINGS)
+    labels = np.stack([rng.integers(0, 2, 400), rng.normal(size=400), np.full(400, NAN)], 1)
+    labels[rng.random(400) < 0.5, 0] = NAN
+    outputs = rng.normal(size=(400, 3))
+    totals: dict[str, np.ndarray] = {}
+    for part in (slice(0, 150), slice(150, 400)):
+        own = torch.tensor(outputs[part], dtype=torch.float32)
+        _, rows = task.step(own, prepared(task, torch.tensor(labels[part], dtype=torch.float32)))
+        sums = {name: value.numpy() for name, value in task.training_sums(rows).items()}
+        totals = {name: totals[name] + value if totals else value for name, value in sums.items()}
+    metrics = task.training_metrics(totals)
+    is_there = ~np.isnan(labels[:, 0])
+    exact = roc_auc_score(labels[is_there, 0], outputs[is_there, 0])
+    assert metrics["click.auc"] == pytest.approx(exact, abs=0.003)
+    assert metrics["stars.rmse"] == pytest.approx(root_mean_squared_error(labels[:, 1], outputs[:, 1]), rel=1e-5)
+    assert math.isnan(metrics["buy.auc"])
+
+
+def test_a_label_that_no_row_has_gives_nan_and_no_rows() -> None:
+    task = make_task()
+    for num_rows in (0, 3):
+        labels = torch.full((num_rows, 3), NAN)
+        loss, _ = task.step(torch.randn(num_rows, 3), prepared(task, labels))
+        assert float(loss) == 0
+        rows = task.evaluate(torch.randn(num_rows, 3), prepared(task, labels))
+        metrics = task.metrics({name: values.numpy() for name, values in rows.items()})
+        assert metrics["rows"] == num_rows
+        assert all(metrics[f"{name}.rows"] == 0 for name in SCHEMA.label_names)
+        assert all(math.isnan(metrics[name]) for name in ("click.auc", "click.logloss", "stars.rmse", "buy.auc"))
+        assert "click: " in task.describe(metrics)
+
+
+def test_a_label_after_another_is_0_where_the_other_is_0() -> None:
+    task = make_task({"click": LabelConfig(), "buy": LabelConfig(after="click")})
+    both = [[0, 0, NAN], [0, 0, 1], [1, 0, 1], [1, 0, 0], [1, 0, NAN], [NAN, 0, 1]]
+    batch = prepared(task, torch.tensor(both))
+    expected = torch.tensor([[0, 0], [0, 0], [1, 1], [1, 0], [1, NAN], [NAN, NAN]])
+    torch.testing.assert_close(batch[LABELS], expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_scores_are_the_predictions() -> None:
+    task = make_task(SETTINGS)
+    outputs = torch.tensor([[0.0, 3.0, -80.0], [2.0, -1.0, 80.0]])
+    rows = task.evaluate(outputs, prepared(task, torch.tensor(ROWS[:2])))
+    predicted = task.predictions({name: values.numpy() for name, values in rows.items()})
+    assert tuple(predicted) == task.prediction_columns
+    assert task.prediction_columns == ("click", "stars", "buy", "click.label", "stars.label", "buy.label")
+    scores = task.score(outputs).numpy()
+    np.testing.assert_allclose(np.stack([predicted[name] for name in task.scores], 1), scores, rtol=1e-6)
+    np.testing.assert_allclose(scores[:, 0], 1 / (1 + np.exp([0, -2])), rtol=1e-6)
+    again = task.predictions({**{n: v.numpy() for n, v in rows.items()}, **task.rows_of_scores(scores)})
+    for name in task.scores:
+        np.testing.assert_allclose(again[name], predicted[name], rtol=1e-5, atol=1e-7)
+
+
+def test_a_subset_of_the_labels_keeps_the_datasets_order() -> None:
+    config = MultiConfig(labels={"buy": LabelConfig(), "click": LabelConfig()})
+    schema = batch_schema(config, SCHEMA)
+    assert [label.name for label in schema.labels] == ["click", "buy"]
+    one = batch_schema(MultiConfig(labels={"stars": LabelConfig()}), SCHEMA)
+    assert (one.label, one.label_kind, one.labels) == ("stars", "number", ())
+    task = build_task(MultiConfig(), one)
+    assert task.scores == ("stars",)
+    # the labels of a dataset with one label are a vector
+    batch = task.prepare_batch(Batch({LABELS: torch.tensor([1.0, 2.0])}, 2), None)
+    torch.testing.assert_close(batch[LABELS], torch.tensor([[1.0], [2.0]]))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (MultiConfig(labels={"clik": LabelConfig()}), "task.labels is 'clik'.*'click'"),
+        (MultiConfig(labels={"stars": LabelConfig(focal_gamma=1.0)}), "task.labels.stars has focal_gamma.*'number'"),
+        (MultiConfig(labels={"buy": LabelConfig(clip=(1, 5))}), "task.labels.buy has clip.*'binary'"),
+        (MultiConfig(labels={"buy": LabelConfig(after="stars")}), "task.labels.buy.after.*is 'stars'.*Known: click"),
+        (MultiConfig(labels={"stars": LabelConfig(after="click")}), "task.labels.stars has after"),
+        (MultiConfig(headline="click.auk"), "task.headline is 'click.auk'.*click.auc"),
+        (MultiConfig(headline="click.calibration"), "task.headline is 'click.calibration'"),
+    ],
+)
+def test_settings_that_do_not_fit_the_dataset_are_refused(config: MultiConfig, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        build_task(config, SCHEMA)
+
+
+def test_a_dataset_without_labels_is_refused() -> None:
+    with pytest.raises(UserError, match="no label"):
+        batch_schema(MultiConfig(), Schema(None, ("d",), ()))
+
+
+def test_a_binary_label_of_another_value_is_refused() -> None:
+    task = make_task()
+    prepared(task, torch.tensor(ROWS))
+    with pytest.raises(UserError, match="binary label 'buy', and a batch has 0.5, 3"):
+        prepared(task, torch.tensor([[1, 7, 0.5], [0, 7, 3]]))
+
+
+def test_the_headline_comes_first_and_survives_a_report() -> None:
+    assert make_task().headline.name == "click.auc"
+    task = make_task(headline="stars.mae")
+    assert task.headline == ReportedMetric("stars.mae", "stars MAE", better="lower")
+    assert parse_metrics([vars(metric) for metric in task.reported_metrics]) == task.reported_metrics
+
+
+def test_models_and_tasks_of_several_labels_go_together() -> None:
+    for overrides in (["task.name=multi"], ["model.name=ple"]):
+        with pytest.raises(UserError, match="do not go together"):
+            load_config(None, overrides)
+    with pytest.raises(UserError, match="the task takes the models mmoe, ple, esmm"):
+        load_config(None, ["task.name=multi"])
+    load_config(None, ["task.name=multi", "model.name=mmoe", "task.labels.click.weight=2.0"])
+    assert "multi" in TASKS
