@@ -94,9 +94,10 @@ def test_two_ranks_train_as_one_and_a_resumed_run_as_an_uninterrupted_one(
 @pytest.mark.thorough
 def test_metrics_are_of_what_is_predicted(config: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    weights = "task.labels={click: {weight: 2.0}, stars: {weight: 0.1}, buy: {}}"
+    weights = "task.labels={click: {weight: 2.0}, stars: {weight: 0.5}, buy: {}}"
     call(
         *("train", config, *model_settings("mmoe"), weights, "task.headline=stars.rmse", "--run-dir", run),
+        "train.dense_optimizer={name: adam, learning_rate: 0.01}",
         *("train.evaluate_every=10", "train.stop_after_evaluations=50", "train.epochs=4"),
     )
     found = json.loads((run / "evaluation.json").read_text())
