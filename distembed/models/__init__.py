@@ -21,6 +21,7 @@ from distembed.models.gru_config import GRUConfig
 from distembed.models.hstu_config import HSTUConfig
 from distembed.models.mf_config import MFConfig
 from distembed.models.sasrec_config import SASRecConfig
+from distembed.models.two_tower_config import TwoTowerConfig
 
 if TYPE_CHECKING:
     from distembed.models.base import Model
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from distembed.models.mf import MF
     from distembed.models.next_items import NextItems
     from distembed.models.soft_one_hot import SoftOneHot, SoftOneHotSum
+    from distembed.models.two_tower import TwoTower
 
 MODELS: NameTable[type[ModelConfig]] = NameTable(
     {
@@ -47,6 +49,7 @@ MODELS: NameTable[type[ModelConfig]] = NameTable(
         "sasrec": SASRecConfig,
         "gru": GRUConfig,
         "hstu": HSTUConfig,
+        "two_tower": TwoTowerConfig,
     }
 )
 """Config class by model name."""
@@ -81,5 +84,7 @@ __all__ = [
     "SoftOneHot",
     "SoftOneHotConfig",
     "SoftOneHotSum",
+    "TwoTower",
+    "TwoTowerConfig",
 ]
 __getattr__ = imports_on_demand(__name__)

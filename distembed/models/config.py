@@ -65,11 +65,24 @@ class DeclaringModelConfig(Protocol):
 
     Attributes:
         returns: ``logits`` [batch] of rows; ``multi_logits`` [batch, labels], in the order of the labels; ``pairs``,
-            the queries of users with the items of their rows; ``sequences``; or a word of a plugin's own. It has to
-            equal the ``takes`` of the task's section.
+            the queries of users with the items of their rows; ``sequences``; ``towers``, the vectors of users and
+            items; or a word of a plugin's own. It has to equal the ``takes`` of the task's section.
     """
 
     returns: ClassVar[str]
+
+
+@runtime_checkable
+class ItemModelConfig(Protocol):
+    """A section that says which features of the dataset are an item's, for a task over a catalogue of items.
+
+    Attributes:
+        item: The categorical feature whose ids are the items.
+        item_features: The item's other features, categorical or dense.
+    """
+
+    item: str
+    item_features: list[str]
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)

@@ -213,7 +213,7 @@ class LoadedModel:
     @cached_property
     def _values(self) -> Mapping[str, pa.Array]:
         """The raw values of users and items, by their ids."""
-        return recommended_values(self._run.dataset)
+        return recommended_values(self._run.dataset, self._model.task)
 
     @property
     def _rows(self) -> RowDecoder:

@@ -164,7 +164,7 @@ def predict_rows(
         RunError: The file cannot be written.
     """
     state, ranks, task = loaded.state, loaded.ranks, loaded.state.task
-    values = recommended_values(loaded.dataset) if raw_values and task.id_columns else {}
+    values = recommended_values(loaded.dataset, task) if raw_values and task.id_columns else {}
     columns = PredictionColumns(task, values, left_out=task.unknown_columns)
     collectives = Collectives.in_own_group()
     opened: list[RawInputs] = []
@@ -176,7 +176,8 @@ def predict_rows(
                 raise UserError(f"--key is {key!r}, which a column of predictions is named; rename it in the input.")
 
     def batches(blocks: Iterator[RecordBlock]) -> Generator[Batch, None, None]:
-        """Yields this rank's batches, as the task prepares them."""
+        """Yields this rank's batches, as the task prepares them; first those of a catalogue."""
+        yield from task.catalogue_batches(EVALUATION_BATCH_SIZE)
         assembler = BatchAssembler(run.manifest.schema)
         for block in blocks:
             num_rows = len(block.records)

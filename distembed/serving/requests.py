@@ -15,6 +15,7 @@ from distembed.data.prepare.table.source import TableSource
 from distembed.data.remote import is_url
 from distembed.data.table.encoder import raw_schema
 from distembed.tasks.ranking_config import RankingConfig
+from distembed.tasks.retrieval_config import RetrievalConfig
 from distembed.training.resume import load_run_config
 from distembed.training.trained_run import TrainedRun, find_trained_run
 
@@ -26,13 +27,14 @@ if TYPE_CHECKING:
 def find_run_for_rows(folder: Path, data: str | None, checkpoint: str | None = None) -> TrainedRun:
     """Finds a run to score raw rows with; the run's copy of its dataset's vocabularies is enough.
 
-    A run that ranks items for users reads its dataset if it still exists, to leave out items that users have. ``data``
-    is the folder of another dataset, whose ids must stand for the same values.
+    A run that ranks items for users reads its dataset if it still exists, to leave out items that users have, and for
+    items with features to read the catalogue. ``data`` is the folder of another dataset, whose ids must stand for the
+    same values.
     """
     if data is None:
         config = load_run_config(folder)
         path = config.data.require_path()
-        data = path if config.task.name == "ranking" and Path(path).exists() else None
+        data = path if config.task.name in ("ranking", "retrieval") and Path(path).exists() else None
     return find_trained_run(folder, data, checkpoint=checkpoint)
 
 
@@ -49,11 +51,14 @@ def seen_items_note(run: TrainedRun) -> str | None:
 
 def row_decoder(run: TrainedRun) -> RowDecoder:
     """Returns the decoder of the raw rows that a run's task predicts."""
-    from distembed.serving.row_decoder import SequenceRowDecoder, TableRowDecoder, UserRowDecoder
+    from distembed.serving.row_decoder import QueryRowDecoder, SequenceRowDecoder, TableRowDecoder, UserRowDecoder
 
+    task = run.config.task
+    if isinstance(task, RetrievalConfig):
+        return QueryRowDecoder(Path(run.dataset), run.manifest, task.user_side(run.manifest.schema))
     kinds: dict[str, Callable[[Path, Manifest], RowDecoder]]
     kinds = {"ranking": UserRowDecoder, "next_item": SequenceRowDecoder}
-    return kinds.get(run.config.task.name, TableRowDecoder)(Path(run.dataset), run.manifest)
+    return kinds.get(task.name, TableRowDecoder)(Path(run.dataset), run.manifest)
 
 
 @dataclass(frozen=True)

@@ -104,10 +104,25 @@ class _Decoder:
 
 
 class TableRowDecoder(_Decoder):
-    """Decodes rows of clicks and ratings; ``extras`` are columns for metrics, which rows must then have."""
+    """Decodes rows of clicks and ratings; ``extras`` are columns for metrics, which rows must then have.
 
-    def __init__(self, folder: Path, manifest: Manifest, extras: Collection[Extra] = ()) -> None:
+    With ``features``, rows have these alone.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        extras: Collection[Extra] = (),
+        features: Collection[str] | None = None,
+    ) -> None:
         schema = raw_schema(manifest)
+        if features is not None:
+            schema = dataclasses.replace(
+                schema,
+                categorical={name: column for name, column in schema.categorical.items() if name in features},
+                dense={name: column for name, column in schema.dense.items() if name in features},
+            )
         schema = dataclasses.replace(
             schema,
             label=schema.label if "label" in extras else None,
@@ -196,6 +211,30 @@ class UserItemsRowDecoder(UserRowDecoder):
     def decode(self, table: pa.Table) -> DecodedRows:
         """Returns the rows of a table, as :meth:`RowDecoder.decode` says."""
         return super().decode(table if ITEM in table.column_names else table.append_column(ITEM, pa.nulls(len(table))))
+
+
+class QueryRowDecoder(TableRowDecoder):
+    """Decodes rows with the features of users alone, for a model of users and items with features.
+
+    A user that the dataset does not have is decoded as any other unknown value.
+
+    Args:
+        folder: The folder of the dataset, or of what a run keeps of it.
+        manifest: Its manifest.
+        features: The features of users.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, features: Collection[str]) -> None:
+        self._lists = [each.name for each in manifest.schema.categorical if each.multi_hot]
+        super().__init__(folder, manifest, features=features)
+
+    def decode(self, table: pa.Table) -> DecodedRows:
+        """Returns the rows of a table, as :meth:`RowDecoder.decode` says; lists of other features are empty."""
+        decoded = super().decode(table)
+        block, num_rows = decoded.block, len(decoded.block.records)
+        empty = Jagged.from_lengths(np.zeros(0, np.int64), np.zeros(num_rows, np.int64))
+        lists = {name: block.jagged.get(name, empty) for name in self._lists}
+        return dataclasses.replace(decoded, block=RecordBlock(block.records, lists))
 
 
 class SequenceRowDecoder(_FeatureRows):

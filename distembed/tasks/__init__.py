@@ -14,6 +14,7 @@ from distembed.tasks.multi_config import MultiConfig
 from distembed.tasks.next_item_config import NextItemConfig
 from distembed.tasks.ranking_config import RankingConfig
 from distembed.tasks.rating_config import RatingConfig
+from distembed.tasks.retrieval_config import RetrievalConfig
 
 if TYPE_CHECKING:
     from distembed.tasks.base import Task
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from distembed.tasks.next_item import NextItemTask
     from distembed.tasks.ranking import RankingTask
     from distembed.tasks.rating import RatingTask
+    from distembed.tasks.retrieval import RetrievalTask
 
 TASKS: NameTable[type[TaskConfig]] = NameTable(
     {
@@ -30,6 +32,7 @@ TASKS: NameTable[type[TaskConfig]] = NameTable(
         "multi": MultiConfig,
         "ranking": RankingConfig,
         "next_item": NextItemConfig,
+        "retrieval": RetrievalConfig,
     }
 )
 """Config class by task name."""
@@ -49,6 +52,8 @@ __all__ = [
     "NextItemTask",
     "RatingConfig",
     "RatingTask",
+    "RetrievalConfig",
+    "RetrievalTask",
     "Task",
     "TaskConfig",
     "TaskSection",

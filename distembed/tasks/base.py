@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from distembed.base.errors import UserError
 from distembed.base.ranks import Ranks
 from distembed.data.dataset.config import DataConfig
-from distembed.data.dataset.schema import Schema
+from distembed.data.dataset.schema import ITEM, USER, Schema
 from distembed.data.reader.batch import Batch
 from distembed.models.base import Model
 from distembed.sse import SSE
@@ -83,6 +84,7 @@ class Task(ABC):
         scores: Names of the numbers that are predicted of a row, columns of :meth:`predictions` and of :meth:`score`.
         unknown_columns: Names of the prediction columns that are not known of raw rows.
         id_columns: Names of the prediction columns that hold ids, int64; other columns hold numbers, float32.
+        id_features: The dataset's features whose ids the columns ``user`` and ``item_1``, ``item_2``, ... hold.
     """
 
     batch_fields: ClassVar[tuple[str, ...]]
@@ -95,6 +97,7 @@ class Task(ABC):
     scores: tuple[str, ...] = ("prediction",)
     unknown_columns: tuple[str, ...] = ("label",)
     id_columns: tuple[str, ...] = ()
+    id_features: Mapping[str, str] = MappingProxyType({USER: USER, ITEM: ITEM})
 
     @property
     def headline(self) -> ReportedMetric:
@@ -124,6 +127,14 @@ class Task(ABC):
     def prediction_batch(self, batch: Batch) -> Batch:
         """Returns a batch of raw rows with the task's additions; a label is NaN where it is not known."""
         return self.prepare_batch(batch, None)
+
+    def catalogue_batches(self, batch_size: int) -> Iterator[Batch]:
+        """Yields this rank's batches that the model has to see before predictions; ranks have equally many.
+
+        A task over items with features has the model compute their vectors so. Their outputs have no rows. The batches
+        of an evaluation include them.
+        """
+        return iter(())
 
     def evaluation_batches(self, split: str, batch_size: int) -> Iterator[Batch] | None:
         """Returns this rank's batches of an evaluation, or None to evaluate the rows of the split themselves.

@@ -13,6 +13,7 @@ from distembed.base.errors import UserError
 from distembed.base.names import nearest
 from distembed.base.validation import Count
 from distembed.data.dataset.schema import Schema
+from distembed.models.config import ItemModelConfig
 
 if TYPE_CHECKING:
     from distembed.tasks.base import Task
@@ -92,6 +93,14 @@ class DeclaringTaskConfig(Protocol):
     """
 
     takes: ClassVar[str]
+
+
+@runtime_checkable
+class ItemTaskConfig(Protocol):
+    """A task's section that takes the features of the items from the model's section."""
+
+    def for_model(self, model: ItemModelConfig) -> TaskConfig:
+        """Returns the section with the model's ``item`` and ``item_features``; refuses others by a ValueError."""
 
 
 def build_task(config: TaskConfig, schema: Schema) -> "Task":

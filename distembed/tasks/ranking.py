@@ -24,7 +24,7 @@ from distembed.data.reader import Batch, BatchShares
 from distembed.data.table.vocabulary import reserved_ids
 from distembed.models.queries import Queries
 from distembed.tasks.base import BatchPosition, Outputs, Rows, Sums, Task, TaskContext
-from distembed.tasks.catalogue import NOT_RANKED, CatalogueRanking, NegativeDraws, UserItems, item_weights
+from distembed.tasks.catalogue import CatalogueRanking, NegativeDraws, UserItems, item_weights
 from distembed.tasks.config import batch_schema
 from distembed.tasks.ranking_config import RANKING_KINDS, RankingConfig
 from distembed.tasks.ranking_metrics import RankingMetrics, coverage, coverage_metric
@@ -35,12 +35,13 @@ from distembed.tasks.recommendations import (
     id_columns,
     prediction_columns,
     predictions,
+    ranked_targets,
     recommendations,
     seen_items_metrics,
     without_negatives_lines,
 )
 from distembed.tasks.reported_metrics import headline_first
-from distembed.tasks.seen_items import seen_items_rule
+from distembed.tasks.seen_items import seen_items_rule, splits_of_seen_items
 
 RELEVANT, EXCLUDED = "relevant", "excluded"
 """Names of an evaluation batch's fields: each user's items that should rank high, and those that are not ranked."""
@@ -137,8 +138,8 @@ class RankingTask(Task):
             batch_users = users[rows.start : rows.stop]
             fields = {
                 SPARSE_FEATURES: self._user_features(batch_users),
-                RELEVANT: _item_features(relevant.of(batch_users)),
-                EXCLUDED: _item_features(seen_items.of(batch_users)),
+                RELEVANT: item_features(relevant.of(batch_users)),
+                EXCLUDED: item_features(seen_items.of(batch_users)),
             }
             yield Batch(fields, max(len(users), 1))
 
@@ -151,8 +152,8 @@ class RankingTask(Task):
         no_items = JaggedTensor(users[:0], lengths=torch.zeros_like(users))
         fields = {
             SPARSE_FEATURES: self._user_features(users),
-            RELEVANT: _item_features(no_items),
-            EXCLUDED: _item_features(seen_items.of(users)),
+            RELEVANT: item_features(no_items),
+            EXCLUDED: item_features(seen_items.of(users)),
         }
         return Batch(fields, batch.global_batch_size)
 
@@ -161,12 +162,8 @@ class RankingTask(Task):
 
         It is empty where ``exclude_seen`` is false, and where only the dataset's metadata is here, without its rows.
         """
-        data, manifest = self._context.data, Manifest.load(self._context.dataset)
-        in_order = [name for name in (data.train, data.validation, data.test) if name is not None]
-        earlier = in_order[: in_order.index(split)] if split in in_order else in_order
-        if not self._config.excludes_seen or manifest.is_without_rows:
-            earlier = []
-        return self._items_of([name for name in earlier if name in manifest.splits])
+        excludes_seen = self._config.excludes_seen
+        return self._items_of(splits_of_seen_items(self._context.data, self._context.dataset, split, excludes_seen))
 
     def _user_features(self, users: Int64[Tensor, " users"]) -> KeyedJaggedTensor:
         """Returns the features of a batch of users, whose ids alone matter.
@@ -191,15 +188,8 @@ class RankingTask(Task):
         assert isinstance(relevant, KeyedJaggedTensor) and isinstance(excluded, KeyedJaggedTensor)
         ranking = CatalogueRanking(outputs.catalogue, self._reserved, self._num_best)
         ranked = ranking.rank(outputs.vectors.float(), relevant[ITEM], excluded[ITEM])
-        metrics = self._metrics.by_query(ranked.ranks, relevant.lengths().long())
-        is_excluded = (ranked.ranks == NOT_RANKED).long()
-        queries = torch.arange(len(metrics), device=metrics.device).repeat_interleave(
-            relevant.lengths().long(), output_size=len(is_excluded)
-        )
-        excluded_targets = torch.zeros_like(features[USER].values()).long().index_add(0, queries, is_excluded)
         return {
-            "metrics": metrics,
-            "excluded_targets": excluded_targets,
+            **ranked_targets(ranked, relevant.lengths().long(), self._metrics),
             **recommendations(features[USER].values(), outputs, ranked),
         }
 
@@ -233,5 +223,6 @@ class RankingTask(Task):
         return f"ordered {metrics['ordered']:.4f}"
 
 
-def _item_features(items: JaggedTensor) -> KeyedJaggedTensor:
+def item_features(items: JaggedTensor) -> KeyedJaggedTensor:
+    """Returns the items of each row of an evaluation as a batch's field of the feature ``item``."""
     return KeyedJaggedTensor([ITEM], items.values(), lengths=items.lengths())

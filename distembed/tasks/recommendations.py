@@ -8,6 +8,7 @@ asks for them; where there are fewer than k items, the item is null (-1 among id
 from typing import Any
 
 import numpy.typing as npt
+import torch
 from jaxtyping import Int64
 from torch import Tensor
 
@@ -17,7 +18,8 @@ from distembed.data.dataset.schema import ITEM, USER
 from distembed.data.table.vocabulary import raw_values, take_values
 from distembed.models.queries import Queries
 from distembed.tasks.base import Outputs, Rows
-from distembed.tasks.catalogue import RankedItems
+from distembed.tasks.catalogue import NOT_RANKED, RankedItems
+from distembed.tasks.ranking_metrics import RankingMetrics
 
 RECOMMENDATIONS = ("users", "best", "best_scores")
 """Names of the outputs of :func:`recommendations`."""
@@ -37,10 +39,24 @@ def recommendations(users: Int64[Tensor, " queries"], queries: Queries, ranked: 
     return dict(zip(RECOMMENDATIONS, (users, ranked.best, scores), strict=True))
 
 
+def ranked_targets(ranked: RankedItems, lengths: Int64[Tensor, " queries"], metrics: RankingMetrics) -> Outputs:
+    """Returns the metrics of each query, and ``excluded_targets``, how many of its relevant items are not ranked.
+
+    Args:
+        ranked: The ranking.
+        lengths: Number of relevant items of each query.
+        metrics: The metrics to compute.
+    """
+    is_excluded = (ranked.ranks == NOT_RANKED).long()
+    queries = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths, output_size=len(is_excluded))
+    excluded_targets = torch.zeros_like(lengths).index_add(0, queries, is_excluded)
+    return {"metrics": metrics.by_query(ranked.ranks, lengths), "excluded_targets": excluded_targets}
+
+
 def seen_items_metrics(excludes_seen: bool, rows: Rows) -> dict[str, float]:
     """Returns the metrics ``rows``, ``exclude_seen``, and ``excluded_targets``: unranked, since seen, targets."""
     excluded_targets = int(rows["excluded_targets"].sum())
-    return {"rows": len(rows["users"]), "exclude_seen": excludes_seen, "excluded_targets": excluded_targets}
+    return {"rows": len(rows["excluded_targets"]), "exclude_seen": excludes_seen, "excluded_targets": excluded_targets}
 
 
 def without_negatives_lines(users: Int64[Tensor, " users"], dataset: str) -> list[str]:

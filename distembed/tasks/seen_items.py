@@ -13,29 +13,32 @@ items of sequences are measured; a dataset that was prepared without duplicates 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any, TypeVar
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from distembed.base.errors import UserError
+from distembed.data.dataset.config import DataConfig
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.mirror import dataset_folder
-from distembed.data.dataset.row_groups import list_row_groups
-from distembed.data.dataset.schema import ITEM, USER
+from distembed.data.dataset.row_groups import RowGroup, list_row_groups
 from distembed.data.table.vocabulary import reserved_ids
 from distembed.tasks.config import TaskConfig
 from distembed.tasks.next_item_config import NextItemConfig
+from distembed.tasks.pair_columns import PairColumns, int64_array
 from distembed.tasks.ranking_config import RankingConfig
+from distembed.tasks.retrieval_config import RetrievalConfig
 
 SEEN_ITEMS = "seen_items"
 """Key of ``run.json`` under which a run keeps the decision."""
 MOST_REPEATS = 0.01
 """Largest share of repeats with which seen items are left out."""
 _MOST_ITEMS = 1_000_000
+T = TypeVar("T")
 _WITHOUT_DUPLICATES = ("first", "last", "error")
 
 
@@ -55,16 +58,19 @@ def decided_task(
     Raises:
         UserError: The task cannot be learnt from the dataset, or the training split cannot be read.
     """
-    if not isinstance(task, RankingConfig | NextItemConfig):
+    if not isinstance(task, RankingConfig | NextItemConfig | RetrievalConfig):
         return task, None
     if task.exclude_seen != "auto":
         return task, {"excluded": task.exclude_seen, "decided_by": "config"}
     task.batch_schema(manifest.schema)
+    columns = task.pair_columns(manifest.schema) if isinstance(task, RetrievalConfig) else PairColumns()
+    if columns.user is None:  # rows of no known user have no seen items
+        return dataclasses.replace(task, exclude_seen=False), {"excluded": False, "decided_by": "config"}
     if manifest.is_without_rows or split not in manifest.splits:
         return task, None
     if manifest.preparation.get("duplicates") in _WITHOUT_DUPLICATES:  # no rows are read: no count of items
         return dataclasses.replace(task, exclude_seen=True), {"excluded": True, "decided_by": "auto", "repeats": 0}
-    repeats, items = _count_repeats(dataset, manifest, split)
+    repeats, items = _count_repeats(dataset, manifest, split, columns)
     excluded = repeats <= MOST_REPEATS * items
     record = {"excluded": excluded, "decided_by": "auto", "repeats": repeats, "items": items}
     return dataclasses.replace(task, exclude_seen=excluded), record
@@ -85,45 +91,49 @@ def seen_items_rule(excluded: bool) -> str:
     return "seen items are excluded" if excluded else "seen items are candidates"
 
 
-def _count_repeats(dataset: str, manifest: Manifest, split: str) -> tuple[int, int]:
+def splits_of_seen_items(data: DataConfig, dataset: str, split: str | None, excludes_seen: bool) -> list[str]:
+    """Returns the splits whose items are seen when ``split`` is ranked: the ones before it; None ranks after all.
+
+    There are none where seen items are candidates, and where only the dataset's metadata is here, without its rows.
+    """
+    manifest = Manifest.load(dataset)
+    in_order = [name for name in (data.train, data.validation, data.test) if name is not None]
+    earlier = in_order[: in_order.index(split)] if split in in_order else in_order
+    if not excludes_seen or manifest.is_without_rows:
+        return []
+    return [name for name in earlier if name in manifest.splits]
+
+
+def _count_repeats(dataset: str, manifest: Manifest, split: str, columns: PairColumns) -> tuple[int, int]:
     """Returns how many items of a split repeat an earlier item of their owner, and the number of items looked at.
 
     The owner is the user of a rating, or the row of a sequence. A sequence's first item, which cannot be a target, is
     not among the items looked at; its reading stops after ``_MOST_ITEMS``.
     """
-    item = next(feature for feature in manifest.schema.categorical if feature.name == ITEM)
-    reserved = reserved_ids(manifest, ITEM)  # of missing or unknown items, which may differ: no repeats
+    item = next(feature for feature in manifest.schema.categorical if feature.name == columns.item)
+    reserved = reserved_ids(manifest, columns.item)  # of missing or unknown items, which may differ: no repeats
 
     def repeats(owners: NDArray[np.int64], items: NDArray[np.int64]) -> int:
         keys = (owners * item.num_embeddings + items)[~np.isin(items, reserved)]
         return len(keys) - len(np.unique(keys))
 
     if not item.multi_hot:
-        user_item_blocks = [np.zeros((2, 0), np.int64)]
-        user_item_blocks += [
-            np.stack([*map(_int64, id_columns)]) for id_columns in _columns(dataset, manifest, split, [USER, ITEM])
-        ]
-        users, items = np.concatenate(user_item_blocks, axis=1)
+        pairs = [np.zeros((2, 0), np.int64), *map(np.stack, _read(dataset, manifest, split, columns.read))]
+        users, items = np.concatenate(pairs, axis=1)
         return repeats(users, items), len(items)
     num_repeats = num_items = 0
-    for (lists,) in _columns(dataset, manifest, split, [ITEM]):
-        lengths = _int64(pc.fill_null(pc.list_value_length(lists), 0))
-        num_repeats += repeats(np.repeat(np.arange(len(lengths)), lengths), _int64(pc.list_flatten(lists)))
+    for table in _read(dataset, manifest, split, lambda group: group.read([columns.item])):
+        lists = table.column(columns.item).combine_chunks()
+        lengths = int64_array(pc.fill_null(pc.list_value_length(lists), 0))
+        num_repeats += repeats(np.repeat(np.arange(len(lengths)), lengths), int64_array(pc.list_flatten(lists)))
         num_items += int(np.maximum(lengths - 1, 0).sum())
         if num_items >= _MOST_ITEMS:
             break
     return num_repeats, num_items
 
 
-def _columns(dataset: str, manifest: Manifest, split: str, names: list[str]) -> Iterator[list[pa.Array]]:
-    """Yields columns of each row group of a split; skips unreadable row groups, which training refuses or skips."""
+def _read(dataset: str, manifest: Manifest, split: str, read: Callable[[RowGroup], T]) -> Iterator[T]:
+    """Yields ``read`` of each row group of a split; skips unreadable row groups, which training refuses or skips."""
     for group in list_row_groups(dataset_folder(dataset), manifest, split):
-        try:
-            table = group.read(names)
-        except UserError:
-            continue
-        yield [table.column(name).combine_chunks() for name in names]
-
-
-def _int64(values: pa.Array) -> NDArray[np.int64]:
-    return np.asarray(values.to_numpy(zero_copy_only=False), np.int64)
+        with suppress(UserError):
+            yield read(group)

@@ -27,13 +27,13 @@ from distembed.composition import COMPOSITIONS
 from distembed.data.dataset.config import DataConfig
 from distembed.embedding.settings import EmbeddingConfig
 from distembed.models import MODELS, DLRMConfig, ModelSection
-from distembed.models.config import DeclaringModelConfig
+from distembed.models.config import DeclaringModelConfig, ItemModelConfig
 from distembed.optim import OPTIMIZERS
 from distembed.partitions import PARTITIONS
 from distembed.planning import PlanConfig
 from distembed.sse.config import SSEConfig
 from distembed.tasks import TASKS, ClickConfig, TaskSection
-from distembed.tasks.config import DeclaringTaskConfig
+from distembed.tasks.config import DeclaringTaskConfig, ItemTaskConfig
 from distembed.training.train_config import TrainConfig
 
 
@@ -77,6 +77,18 @@ class Config:
                 f"model.name is {model.name!r} and task.name is {task.name!r}, which do not go together; "
                 f"the task takes the models {', '.join(models)}, and the model is for the tasks {', '.join(tasks)}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _task_has_the_items_of_the_model(self) -> "Config":
+        """Gives a task over a catalogue of items the features that the model's section calls the item's."""
+        if isinstance(self.task, ItemTaskConfig):
+            if not isinstance(self.model, ItemModelConfig):
+                raise ValueError(
+                    f"task.name is {self.task.name!r}, and the model {self.model.name!r} does not say which feature is "
+                    "the item: its section needs item and item_features"
+                )
+            object.__setattr__(self, "task", self.task.for_model(self.model))  # the section itself is frozen
         return self
 
     @model_validator(mode="after")

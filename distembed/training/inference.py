@@ -218,7 +218,7 @@ def predict_split(
         for outputs in score_batches(state, dataset, split, ranks):
             gather_outputs(outputs, ranks)
         return 0
-    columns = PredictionColumns(task, recommended_values(dataset) if raw_values and task.id_columns else {})
+    columns = PredictionColumns(task, recommended_values(dataset, task) if raw_values and task.id_columns else {})
     with (
         whole_file(output) as temporary,
         PREDICTION_FORMATS[output.suffix](temporary, columns.schema) as writer,

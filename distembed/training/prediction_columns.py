@@ -52,10 +52,17 @@ class PredictionColumns:
         return pa.array(numbers) if values is None else take_values(values, numbers)
 
 
-def recommended_values(dataset: str | os.PathLike[str]) -> dict[str, pa.Array]:
-    """Returns the raw values of users and items by their ids, as far as a dataset has vocabularies of them."""
+def recommended_values(dataset: str | os.PathLike[str], task: Task) -> dict[str, pa.Array]:
+    """Returns the raw values of users and items by their ids, as far as a dataset has vocabularies of them.
+
+    The keys are ``user`` and ``item``, whatever the task's features of them are named.
+    """
     folder, manifest = Path(dataset), Manifest.load(dataset)
-    return {name: raw_values(folder, manifest, name) for name in (USER, ITEM) if name in manifest.vocabularies}
+    return {
+        role: raw_values(folder, manifest, feature)
+        for role, feature in task.id_features.items()
+        if feature in manifest.vocabularies
+    }
 
 
 def _feature(column: str) -> str:

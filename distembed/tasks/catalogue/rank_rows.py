@@ -5,12 +5,26 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distembed.embedding.share import TableShare
+
+class SharedItems(Protocol):
+    """Items that ranks share, for example a :class:`~distembed.embedding.share.TableShare`.
+
+    Attributes:
+        group: The ranks; None for a single process, and for the hypothetical ranks of a plan.
+        world_size: Number of the ranks.
+    """
+
+    @property
+    def group(self) -> dist.ProcessGroup | None: ...
+
+    @property
+    def world_size(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -27,7 +41,7 @@ class RankRows:
     group: dist.ProcessGroup | None
 
     @classmethod
-    def of(cls, count: int, device: torch.device, share: TableShare) -> "RankRows":
+    def of(cls, count: int, device: torch.device, share: SharedItems) -> "RankRows":
         """Exchanges the ranks' numbers of rows, of which ``count`` is this rank's; all ranks call it."""
         group = share.group
         if group is None:
@@ -93,3 +107,27 @@ class RankRows:
     @property
     def _rank(self) -> int:
         return 0 if self.group is None else self.group.rank()
+
+
+def gather_with_gradients(rows: Tensor, ranks: RankRows) -> Tensor:
+    """Returns all ranks' rows on every rank as :meth:`RankRows.gather` does; all ranks call it, backward too.
+
+    A rank's rows get the sum of the gradients that they have on all ranks.
+    """
+    if len(ranks.counts) == 1:
+        return rows
+    gathered: Tensor = _GatheredRows.apply(rows, ranks)  # type: ignore[no-untyped-call]
+    return gathered
+
+
+class _GatheredRows(torch.autograd.Function):
+    """The rows of :func:`gather_with_gradients`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, ranks: RankRows) -> Tensor:
+        ctx.ranks = ranks
+        return ranks.gather(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
+        return ctx.ranks.sum_own(gradients[0].contiguous()), None

@@ -24,14 +24,15 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from distembed.models.queries import Catalogue
-from distembed.tasks.catalogue.rank_rows import RankRows
+from distembed.embedding.share import VectorChunk
+from distembed.tasks.catalogue.rank_rows import RankRows, SharedItems
 
 _MOST_SCORES_ON_CPU, _MOST_SCORES = 2**20, 2**26
 """Number of scores in memory at once; on a CPU as many as its caches hold."""
@@ -45,6 +46,24 @@ _LOWEST = -(2**63)  # the key of no item
 
 NOT_RANKED = -1
 """The rank of a relevant item that is excluded."""
+
+
+class ItemChunks(SharedItems, Protocol):
+    """Items that ranks share, with their vectors."""
+
+    def chunks(self, most_ids: int) -> Iterator[VectorChunk]:
+        """Yields this rank's ids with their vectors, at most ``most_ids`` at once; all ranks call it."""
+
+
+class RankedCatalogue(Protocol):
+    """Items to rank: those of a table (:class:`distembed.models.queries.Catalogue`), or :class:`ItemVectors`."""
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias of each id; None for none."""
+
+    def share(self) -> ItemChunks:
+        """Returns this rank's share of the items."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +92,7 @@ class CatalogueRanking:
         num_best: Number of best items of each query; 0 for none.
     """
 
-    catalogue: Catalogue
+    catalogue: RankedCatalogue
     reserved: tuple[int, ...] = ()
     num_best: int = 10
 

@@ -382,31 +382,48 @@ def in_batch_cross_entropy(
     # sampled_cross_entropy subtracts log n for n columns; the query's own target is one of them, so n - 1 are draws,
     # and log n - log(n / (n - 1)) = log(n - 1) is subtracted
     shifts = -log_probabilities + (math.log(num_queries / (num_queries - 1)) if num_queries > 1 else 0.0)
-    shared = items, None if bias is None else bias[items.ids], shifts
-    rows_at_once = max(1, _MOST_SCORES // max(1, num_queries))
-    if rows_at_once >= num_queries:
-        return _block_of_batch(queries.vectors, 0, *shared)
-    blocks = [
-        checkpoint(_block_of_batch, vectors, number * rows_at_once, *shared, use_reentrant=False)
-        for number, vectors in enumerate(queries.vectors.split(rows_at_once))
-    ]
-    return torch.cat(blocks)
+    candidates = BatchCandidates(items, shifts, None if bias is None else bias[items.ids])
+    return candidates.cross_entropy(queries.vectors)
 
 
-def _block_of_batch(
-    vectors: Float[Tensor, "rows dim"],
-    first: int,
-    items: Items,
-    biases: Float[Tensor, " queries"] | None,
-    shifts: Float[Tensor, " queries"],
-) -> Float[Tensor, " rows"]:
-    """Returns the losses of the batch's queries ``first`` to ``first + rows - 1``, whose vectors are given.
+@dataclass(frozen=True)
+class BatchCandidates:
+    """Items that all queries of a step share as candidates; a query's target is one of them.
 
-    Column j of the scores is the target of query j: a draw, whose score is raised by ``shifts[j]``, except in row j.
+    Attributes:
+        items: The candidates.
+        shifts: The number that is added to the score of each candidate, except for the queries that it is the target
+            of: ``log(number of candidates) - log(expected number of its draws)``; inf for a candidate that is no draw.
+        biases: The bias of each candidate; None for none.
+        first: The candidate that is the target of the first query; the targets of further queries follow it.
     """
-    scores = vectors @ items.vectors.T
-    if biases is not None:
-        scores = scores + biases
-    block_columns = slice(first, first + len(vectors))
-    is_hit = items.ids.unsqueeze(0) == items.ids[block_columns].unsqueeze(1)
-    return sampled_cross_entropy(scores[:, block_columns].diagonal(), scores, -shifts.expand_as(scores), is_hit)
+
+    items: Items
+    shifts: Float[Tensor, " candidates"]
+    biases: Float[Tensor, " candidates"] | None = None
+    first: int = 0
+
+    def cross_entropy(self, vectors: Float[Tensor, "queries dim"]) -> Float[Tensor, " queries"]:
+        """Returns the loss of each query; scores of many are computed in blocks, and again in the backward pass."""
+        rows_at_once = max(1, _MOST_SCORES // max(1, len(self.items.ids)))
+        if rows_at_once >= len(vectors):
+            return self._of_block(vectors, self.items.vectors, self.first)
+        blocks = [
+            checkpoint(
+                self._of_block, block, self.items.vectors, self.first + number * rows_at_once, use_reentrant=False
+            )
+            for number, block in enumerate(vectors.split(rows_at_once))
+        ]
+        return torch.cat(blocks)
+
+    def _of_block(
+        self, vectors: Float[Tensor, "rows dim"], candidates: Float[Tensor, "candidates dim"], first: int
+    ) -> Float[Tensor, " rows"]:
+        """Returns the losses of queries whose targets are the candidates ``first`` to ``first + rows - 1``."""
+        scores = vectors @ candidates.T
+        if self.biases is not None:
+            scores = scores + self.biases
+        block_columns = slice(first, first + len(vectors))
+        is_hit = self.items.ids.unsqueeze(0) == self.items.ids[block_columns].unsqueeze(1)
+        targets = scores[:, block_columns].diagonal()
+        return sampled_cross_entropy(targets, scores, -self.shifts.expand_as(scores), is_hit)

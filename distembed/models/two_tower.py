@@ -1,0 +1,189 @@
+"""Two towers: a network over a user's features and one over an item's, whose vectors are multiplied.
+
+Covington et al. (RecSys 2016) introduce the user's network and Yi et al. (RecSys 2019) the item's::
+
+    user's features   x_u = [vectors of ids, soft one-hot vectors of numbers]     u = MLP_user(x_u)
+    item's features   x_v = [vectors of ids, soft one-hot vectors of numbers]     v = MLP_item(x_v)
+    score             u . v / (|u| |v| temperature);  without ``normalize``  u . v / temperature
+
+Items do not depend on users, so that their vectors are computed once and searched by their inner products. In exchange
+no layer sees features of both.
+
+A batch has two kinds of rows. Rows of queries come first and have both sides' features. Rows of further items follow,
+with the item's features alone::
+
+    row        user's ids   item's ids
+    0 ... B-1  yes          yes           queries, each with its own item
+    B ... R-1  none         yes           further items, for example negatives
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from distembed.base.errors import UserError
+from distembed.base.names import one_of
+from distembed.data.dataset.schema import DENSE_FEATURES, SPARSE_FEATURES, WEIGHTS
+from distembed.models.base import Model
+from distembed.models.inputs import ModelInputs
+from distembed.models.layers import MLP, StackFeatures
+from distembed.models.soft_one_hot import SoftOneHot
+from distembed.models.two_tower_config import TwoTowerConfig
+
+
+@dataclass(frozen=True)
+class TowerVectors:
+    """The output of a model of two towers; the score of an item for a query is the inner product of both vectors.
+
+    Attributes:
+        queries: The vector of each row of a query, divided by the temperature.
+        items: The vector of each row's item, the further items included.
+    """
+
+    queries: Float[Tensor, "queries dim"]
+    items: Float[Tensor, "rows dim"]
+
+
+@dataclass(frozen=True)
+class Side:
+    """The features of a user or of an item.
+
+    Attributes:
+        categorical: Names of the categorical features.
+        dense: Names of the dense features.
+        dense_columns: The column of each dense feature in a batch.
+        vector_names: Name of each vector that tables give; a feature may have several.
+    """
+
+    categorical: Sequence[str]
+    dense: Sequence[str]
+    dense_columns: Sequence[int]
+    vector_names: Sequence[str]
+
+    @classmethod
+    def of(cls, inputs: ModelInputs, names: Sequence[str]) -> "Side":
+        """Returns the side that has these features, in the order of the dataset's columns."""
+        table_of = {feature: table for table in inputs.tables.values() for feature in table.feature_names}
+        categorical = [feature for feature in inputs.schema.categorical_names if feature in names]
+        dense = [name for name in inputs.schema.dense if name in names]
+        columns = [inputs.schema.dense.index(name) for name in dense]
+        vectors = [key for feature in categorical for key in table_of[feature].vector_names(feature)]
+        return cls(categorical, dense, columns, vectors)
+
+
+class Tower(nn.Module):
+    """Maps the features of one side to a vector.
+
+    Args:
+        side: The features.
+        embedding_dim: Dimension of the vector of each feature.
+        hidden: Hidden sizes of the network.
+        config: The model's section.
+    """
+
+    def __init__(self, side: Side, embedding_dim: int, hidden: Sequence[int], config: TwoTowerConfig) -> None:
+        super().__init__()
+        self.side, self.normalize = side, config.normalize
+        self.stack = StackFeatures(side.vector_names, embedding_dim)
+        self.soft_one_hot = (
+            SoftOneHot(*config.soft_one_hot.arguments(len(side.dense), embedding_dim)) if side.dense else None
+        )
+        num_inputs = (len(side.vector_names) + len(side.dense)) * embedding_dim
+        self.mlp = MLP(num_inputs, [*hidden, config.output_dim], last_is_linear=True, dropout=config.dropout)
+
+    def forward(
+        self, embedded: KeyedTensor, numbers: Float[Tensor, "rows dense"], num_rows: int
+    ) -> Float[Tensor, "rows dim"]:
+        """Returns the vectors of the first ``num_rows`` rows, in float32.
+
+        Args:
+            embedded: The vectors of the categorical features, by their names.
+            numbers: The side's dense features.
+            num_rows: Number of rows to compute.
+        """
+        vectors = []
+        if self.side.vector_names:
+            vectors.append(self.stack(embedded)[:num_rows].flatten(1))
+        if self.soft_one_hot is not None:
+            encoded = self.soft_one_hot(numbers[:num_rows]).flatten(1)
+            vectors.append(encoded.to(vectors[0].dtype) if vectors else encoded)
+        outputs: Tensor = self.mlp(torch.cat(vectors, dim=1)).float()
+        return nn.functional.normalize(outputs, dim=1) if self.normalize else outputs
+
+
+class Towers(nn.Module):
+    """Both towers over the looked-up vectors of a batch; as a module TorchRec does not trace it."""
+
+    def __init__(self, user: Tower, item: Tower, score_divisor: float) -> None:
+        super().__init__()
+        self.user, self.item, self.score_divisor = user, item, score_divisor
+
+    def forward(
+        self,
+        embedded: KeyedTensor,
+        dense_features: Float[Tensor, "rows dense"],
+        weights: Float[Tensor, " queries"],
+    ) -> TowerVectors:
+        """Returns the vectors of the first ``len(weights)`` rows' users and of all rows' items."""
+        num_rows = len(dense_features)
+        queries = self.queries(embedded, dense_features[:, self.user.side.dense_columns], len(weights))
+        items = self.item(embedded, dense_features[:, self.item.side.dense_columns], num_rows)
+        return TowerVectors(queries, items)
+
+    def queries(
+        self, embedded: KeyedTensor, numbers: Float[Tensor, "rows dense"], num_rows: int
+    ) -> Float[Tensor, "rows dim"]:
+        """Returns the first rows' user vectors, divided by the temperature; arguments as of :meth:`Tower.forward`."""
+        vectors: Tensor = self.user(embedded, numbers, num_rows)
+        return vectors / self.score_divisor
+
+
+class TwoTower(Model):
+    """Maps a batch of queries and further items to their vectors.
+
+    Features of users and items that share a table, for example a history of items, share its vectors.
+
+    Args:
+        inputs: The features and their tables.
+        config: The model's section.
+
+    Raises:
+        UserError: The dataset lacks the item or a feature of the item, or the user has no feature.
+    """
+
+    batch_fields = (DENSE_FEATURES, SPARSE_FEATURES, WEIGHTS)
+
+    def __init__(self, inputs: ModelInputs, config: TwoTowerConfig) -> None:
+        super().__init__()
+        schema = inputs.schema
+        one_of("model.item", config.item, schema.categorical_names)
+        names = [*schema.categorical_names, *schema.dense]
+        for name in config.item_features:
+            one_of("model.item_features", name, [each for each in names if each != config.item])
+        of_items = {config.item, *config.item_features}
+        of_users = [name for name in names if name not in of_items]
+        if not of_users:
+            raise UserError(
+                f"all features of the dataset ({', '.join(names)}) are model.item or model.item_features; the tower of "
+                "users needs one: shorten model.item_features, or prepare a dataset with a feature of users."
+            )
+        self.embeddings, _ = inputs.pooled_embeddings()
+        user, item = (Side.of(inputs, list(side)) for side in (of_users, of_items))
+        self.network = Towers(
+            Tower(user, inputs.embedding_dim, config.user_tower, config),
+            Tower(item, inputs.embedding_dim, config.item_tower, config),
+            config.score_divisor,
+        )
+
+    def forward(
+        self,
+        dense_features: Float[Tensor, "rows dense"],
+        sparse_features: KeyedJaggedTensor,
+        weights: Float[Tensor, " queries"],
+    ) -> TowerVectors:
+        vectors: TowerVectors = self.network(self.embeddings(sparse_features), dense_features, weights)
+        return vectors

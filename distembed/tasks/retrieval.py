@@ -1,0 +1,351 @@
+"""Which items a user takes, by two towers (Yi et al., RecSys 2019; Yang et al., WWW Companion 2020).
+
+A row with the label 1, or any row where labels are not 0 and 1, is a pair of a user and an item. The row's loss is a
+softmax over candidates that all rows of the step share, on all ranks: the items of the step's P positive rows and, for
+``sampled``, N further items that are drawn from the catalogue. With the score s_j of candidate j and the row's item t::
+
+    loss   log( exp(s_t) + sum over j with another item than t of exp(s_j) / c_j ) - s_t
+    c_j    (P - 1) f_j + N d_j      f_j: share of j among the pairs of the training split, d_j: probability of a draw
+
+``c_j`` is the number of times that j is expected among the candidates, so that the sum estimates the sum over the
+catalogue (the logQ correction; with both sources, mixed negative sampling). The row's own item is no draw, and is not
+corrected (Khrylchenko et al., RecSys 2025).
+
+The loss of a step is the mean over its rows, of rows without a pair 0, divided by the share of pairs in the training
+split: about the mean over pairs.
+
+The catalogue has each item of any split with its features in its last row of the training split, or else of a later
+split. An evaluation computes the vectors of all items, then ranks all of them exactly for each query.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+from distembed.base.errors import UserError
+from distembed.data.dataset.manifest import Manifest
+from distembed.data.dataset.schema import ITEM, LABELS, SPARSE_FEATURES, USER, WEIGHTS
+from distembed.data.reader import Batch, BatchShares, read_share
+from distembed.data.table.vocabulary import reserved_ids
+from distembed.models.queries import Items
+from distembed.models.two_tower import TowerVectors
+from distembed.tasks.base import BatchPosition, Outputs, Rows, Sums, Task, TaskContext
+from distembed.tasks.catalogue import CatalogueRanking, NegativeDraws, UserItems, item_weights
+from distembed.tasks.catalogue.item_vectors import ItemVectors
+from distembed.tasks.catalogue.keyed_rows import KeyedRows, columns_of
+from distembed.tasks.catalogue.rank_rows import RankRows, gather_with_gradients
+from distembed.tasks.catalogue.softmax import BatchCandidates
+from distembed.tasks.catalogue.user_items import count_items
+from distembed.tasks.ranking import EXCLUDED, RELEVANT, item_features
+from distembed.tasks.ranking_metrics import RankingMetrics, coverage, coverage_metric
+from distembed.tasks.recommendations import (
+    RECOMMENDATIONS,
+    id_columns,
+    prediction_columns,
+    ranked_targets,
+    seen_items_metrics,
+)
+from distembed.tasks.reported_metrics import headline_first
+from distembed.tasks.retrieval_batches import FeatureRows, stacked
+from distembed.tasks.retrieval_config import RETRIEVAL_KINDS, RetrievalConfig
+from distembed.tasks.seen_items import seen_items_rule, splits_of_seen_items
+
+ITEM_IDS = "item_ids"
+"""Name of the field that has the id of each row's item; in evaluations batches of items of the catalogue have it."""
+
+
+class RetrievalTask(Task):
+    """Finds items for users by a model that returns the vectors of queries and of items."""
+
+    batch_fields = (SPARSE_FEATURES,)
+
+    def __init__(self, config: RetrievalConfig) -> None:
+        self._config = config
+        self._num_negatives = config.num_negatives if config.loss == "sampled" else 0
+        self._metrics = RankingMetrics(tuple(config.cutoffs))
+        self._num_best = max(config.cutoffs)
+        shown = tuple(f"{kind}@{self._num_best}" for kind in ("recall", "ndcg"))
+        reported = (*self._metrics.reported(RETRIEVAL_KINDS, shown), coverage_metric(self._num_best))
+        self.reported_metrics = headline_first(reported, config.headline)
+        columns, ids = prediction_columns(self._num_best), id_columns(self._num_best)
+        has_users = config.user is not None
+        self.prediction_columns, self.id_columns = (columns, ids) if has_users else (columns[1:], ids[1:])
+        self.outputs = ("metrics", "excluded_targets", *(RECOMMENDATIONS if has_users else RECOMMENDATIONS[1:]))
+        self.id_features = {USER: config.user or USER, ITEM: config.item_name}
+        self._context: TaskContext | None = None
+
+    def start(self, context: TaskContext) -> None:
+        """Stores the context and the reserved ids of items and users; the catalogue is read at first use."""
+        self._context = context
+        self._item, self._pairs = self._config.item_name, self._config.pair_columns(context.schema)
+        manifest = Manifest.load(context.dataset)
+        self._reserved = reserved_ids(manifest, self._item)
+        self._reserved_users = () if self._config.user is None else reserved_ids(manifest, self._config.user)
+        self._user_items: dict[tuple[str, ...], UserItems] = {}
+        self.scored_items = ItemVectors()
+
+    @property
+    def _started(self) -> TaskContext:
+        assert self._context is not None
+        return self._context
+
+    @cached_property
+    def catalogue(self) -> KeyedRows:
+        """The items of all splits with their features.
+
+        Raises:
+            UserError: Only the metadata of the dataset is here.
+        """
+        data, dataset = self._started.data, self._started.dataset
+        manifest = Manifest.load(dataset)
+        if manifest.is_without_rows:
+            raise UserError(
+                f"the catalogue of items is read from the rows of the dataset, and {dataset} has none; give the "
+                "dataset's folder by --data, or data= of load()."
+            )
+        # the last row counts: of the training split where it has the item
+        last = [name for name in (data.test, data.validation, data.train) if name in manifest.splits]
+        splits = [*(name for name in manifest.splits if name not in last), *last]
+        columns = columns_of(self._started.schema, self._config.item_side)
+        rows = KeyedRows.of_splits(dataset, [name for name in splits if name], columns, self._item, "last")
+        return rows.without(self._reserved)
+
+    @cached_property
+    def _item_counts(self) -> Int64[Tensor, " items"]:
+        """How many pairs of the training split each item is in; 0 for reserved ids."""
+        counts = count_items(self._started.dataset, self._started.data.train, self._pairs)
+        counts[list(self._reserved)] = 0
+        return counts
+
+    @cached_property
+    def _draws(self) -> NegativeDraws:
+        """The draws of further items, which are items of the catalogue."""
+        weights = item_weights(self._item_counts, self._config.negative_exponent, self._reserved)
+        is_item = torch.zeros(len(weights), dtype=torch.bool)
+        is_item[torch.from_numpy(self.catalogue.ids)] = True
+        return NegativeDraws(weights.masked_fill(~is_item, 0.0), None, self._started.seed, "catalogue")
+
+    @cached_property
+    def _log_shares(self) -> tuple[Float[Tensor, " items"], Float[Tensor, " items"]]:
+        """The logarithms of each item's share of the training pairs, f, and of its probability of a draw, d."""
+        counts, device = self._item_counts.double(), self._started.ranks.device
+        log_frequencies = (counts / counts.sum().clamp(min=1)).log().float()
+        log_drawn = torch.full_like(log_frequencies, -torch.inf)
+        if self._num_negatives:
+            log_drawn = self._draws.log_probabilities(torch.arange(len(counts)).unsqueeze(1)).squeeze(1)
+        return log_frequencies.to(device), log_drawn.to(device)
+
+    @cached_property
+    def _pair_share(self) -> float:
+        """The share of pairs among the rows of the training split."""
+        if self._pairs.label is None:
+            return 1.0
+        data = self._started.data
+        share = Manifest.load(data.require_path()).splits[data.train].label_rate
+        if not share:
+            raise UserError(f"data.train is {data.train!r}, which has no row whose label is 1; name another split.")
+        return share
+
+    def _items_of(self, splits: list[str]) -> UserItems:
+        """Returns each user's distinct items in some splits; the result is cached by the names of the splits."""
+        key = tuple(splits)
+        if key not in self._user_items:
+            self._user_items[key] = UserItems.of_splits(self._started.dataset, splits, self._pairs)
+        return self._user_items[key]
+
+    def prepare_batch(self, batch: Batch, position: BatchPosition | None) -> Batch:
+        """Returns the batch with the weights of its rows, the ids of its items, and drawn items of the catalogue.
+
+        A batch of an evaluation, ``position`` None, has each row's item as its relevant item instead.
+        """
+        features = batch[SPARSE_FEATURES]
+        assert isinstance(features, KeyedJaggedTensor)
+        items = features[self._item].values().long().clone()  # SSE may replace the ids in place
+        is_pair = self._is_pair(batch, items)
+        if position is None:
+            relevant = JaggedTensor(items[is_pair], lengths=is_pair.long())
+            none = JaggedTensor(items[:0], lengths=torch.zeros_like(is_pair, dtype=torch.int64))
+            fields = {WEIGHTS: torch.ones(len(items)), RELEVANT: item_features(relevant), EXCLUDED: item_features(none)}
+            return Batch({**batch.fields, **fields}, batch.global_batch_size)
+        fields = {**batch.fields, WEIGHTS: is_pair.float() / self._pair_share, ITEM_IDS: items}
+        if self._num_negatives:
+            first, stop = self._shares(self._num_negatives)[self._started.ranks.rank]
+            drawn = self._draws.draw_for_all(position.step, first, stop - first, 1).flatten()
+            rows = self.catalogue.batch(self.catalogue.positions(drawn.numpy()))
+            parts = FeatureRows.of(batch, self._started.schema), FeatureRows.of(rows, self.catalogue.schema)
+            fields |= {**stacked(self._started.schema, *parts), ITEM_IDS: torch.cat([items, drawn])}
+        return Batch(fields, batch.global_batch_size)
+
+    def _is_pair(self, batch: Batch, items: Int64[Tensor, " rows"]) -> Bool[Tensor, " rows"]:
+        """Returns whether each row of a batch is a pair of a user and an item that is known."""
+        is_pair = ~torch.isin(items, torch.tensor(self._reserved, dtype=torch.int64))
+        if self._pairs.label is None:
+            return is_pair
+        labels = batch[LABELS]
+        assert isinstance(labels, Tensor)
+        return is_pair & (labels == 1)
+
+    def _shares(self, count: int) -> list[tuple[int, int]]:
+        """Returns the first and the last + 1 of each rank's share of ``count`` rows, as the reader divides a batch."""
+        num_ranks = 1 if self._context is None else self._context.ranks.world_size
+        return [(rank * count // num_ranks, (rank + 1) * count // num_ranks) for rank in range(num_ranks)]
+
+    def step(self, outputs: TowerVectors, batch: Batch) -> tuple[Tensor, Outputs]:
+        weights = batch[WEIGHTS]
+        assert isinstance(weights, Tensor)
+        candidates = self._candidates(outputs.items.float(), weights, batch)
+        return (candidates.cross_entropy(outputs.queries.float()) * weights).sum(), {}
+
+    def _candidates(self, items: Float[Tensor, "rows dim"], weights: Tensor, batch: Batch) -> BatchCandidates:
+        """Returns the candidates of a step, those of all ranks; all ranks call it."""
+        if self._context is None:  # not started: the planner's estimate of a step, whose values are not used
+            return BatchCandidates(Items(torch.arange(len(items)), items), items.new_zeros(len(items)))
+        ids = batch[ITEM_IDS]
+        assert isinstance(ids, Tensor)
+        rows, drawn = self._shares(batch.global_batch_size), self._shares(self._num_negatives)
+        counts = [stop - first + end - begin for (first, stop), (begin, end) in zip(rows, drawn, strict=True)]
+        ranks = RankRows(counts, dist.group.WORLD if len(counts) > 1 else None)
+        is_row = torch.arange(len(ids), device=ids.device) < len(weights)
+        is_pair = torch.cat([weights > 0, is_row.new_zeros(len(ids) - len(weights))])
+        ids, is_draw, is_pair = ranks.gather(torch.stack([ids, (is_pair | ~is_row).long(), is_pair.long()], 1)).unbind(
+            1
+        )
+        log_frequencies, log_drawn = (shares[ids] for shares in self._log_shares)
+        log_counts = (is_pair.sum() - 1).clamp(min=0).float().log() + log_frequencies
+        if self._num_negatives:
+            log_counts = torch.logaddexp(log_counts, log_drawn + math.log(self._num_negatives))
+        shifts = (math.log(max(1, len(ids))) - log_counts).masked_fill(is_draw == 0, torch.inf)
+        vectors = gather_with_gradients(items, ranks)
+        return BatchCandidates(Items(ids, vectors), shifts, first=ranks.own_place.start)
+
+    def catalogue_batches(self, batch_size: int) -> Iterator[Batch]:
+        """Yields this rank's batches of the catalogue's items, whose vectors :meth:`evaluate` then stores."""
+        ranks = self._started.ranks
+        self.scored_items = ItemVectors(dist.group.WORLD if ranks.world_size > 1 else None)
+        steps = BatchShares(len(self.catalogue), batch_size, ranks.world_size).steps(ranks.rank)
+        for rows in list(steps) or [range(0)]:
+            yield self.item_batch(np.arange(rows.start, rows.stop))
+
+    def item_batch(self, positions: npt.NDArray[np.int64]) -> Batch:
+        """Returns a batch of items alone, given their positions in the catalogue."""
+        rows = self.catalogue.batch(positions)
+        fields = stacked(self._started.schema, FeatureRows.of(rows, self.catalogue.schema))
+        ids = torch.from_numpy(self.catalogue.ids[positions])
+        return Batch({**fields, WEIGHTS: torch.zeros(0), ITEM_IDS: ids}, max(1, len(positions)))
+
+    def evaluation_batches(self, split: str, batch_size: int) -> Iterator[Batch]:
+        yield from self.catalogue_batches(batch_size)
+        yield from self.query_batches(split, batch_size)
+
+    def query_batches(self, split: str, batch_size: int) -> Iterator[Batch]:
+        """Yields this rank's queries of a split: one for each user, from its first row, or one for each row."""
+        ranks, dataset, user = self._started.ranks, self._started.dataset, self._config.user
+        if user is None:
+            for batch in read_share(dataset, split, batch_size, rank=ranks.rank, world_size=ranks.world_size):
+                yield self.prepare_batch(batch, None)
+            return
+        columns = columns_of(self._started.schema, self._config.user_side(self._started.schema), self._pairs.label)
+        rows = KeyedRows.of_splits(dataset, [split], columns, user, "first").without(self._reserved_users)
+        relevant = self._items_of([split])
+        seen = self._items_of(self._splits_of_seen_items(split))
+        steps = BatchShares(len(rows), batch_size, ranks.world_size).steps(ranks.rank)
+        for step in list(steps) or [range(0)]:
+            positions = np.arange(step.start, step.stop)
+            users = torch.from_numpy(rows.ids[positions])
+            queries = FeatureRows.of(rows.batch(positions), columns)
+            yield self._queries(queries, self._known_items(relevant.of(users)), seen.of(users))
+
+    def _splits_of_seen_items(self, split: str | None) -> list[str]:
+        context = self._started
+        return splits_of_seen_items(context.data, context.dataset, split, self._config.excludes_seen)
+
+    def _known_items(self, items: JaggedTensor) -> JaggedTensor:
+        """Returns the items without reserved ids."""
+        is_known = ~torch.isin(items.values(), torch.tensor(self._reserved, dtype=torch.int64))
+        rows = torch.arange(len(items.lengths())).repeat_interleave(items.lengths())[is_known]
+        lengths = torch.bincount(rows, minlength=len(items.lengths()))
+        return JaggedTensor(items.values()[is_known], lengths=lengths)
+
+    def _queries(self, rows: FeatureRows, relevant: JaggedTensor, excluded: JaggedTensor) -> Batch:
+        """Returns a batch of queries, given the features of users alone."""
+        fields = {
+            **stacked(self._started.schema, rows),
+            WEIGHTS: torch.ones(rows.num_rows),
+            RELEVANT: item_features(relevant),
+            EXCLUDED: item_features(excluded),
+        }
+        return Batch(fields, max(1, rows.num_rows))
+
+    def prediction_batch(self, batch: Batch) -> Batch:
+        """Returns queries of the rows' users, as in the test split; the rows' items are not looked at."""
+        user, rows = self._config.user, FeatureRows.of(batch, self._started.schema).without(self._config.item_side)
+        none = JaggedTensor(torch.zeros(0, dtype=torch.int64), lengths=torch.zeros(rows.num_rows, dtype=torch.int64))
+        if user is None:
+            return self._queries(rows, none, none)
+        seen = self._items_of(self._splits_of_seen_items(self._started.data.test))
+        return self._queries(rows, none, seen.of(rows.ids[user][0].long()))
+
+    def evaluate(self, outputs: TowerVectors, batch: Batch) -> Outputs:
+        """Stores the vectors of a batch of items; ranks all items for a batch of queries. All ranks call it."""
+        if RELEVANT not in batch:
+            ids = batch[ITEM_IDS]
+            assert isinstance(ids, Tensor)
+            self.scored_items.add(ids, outputs.items)
+            return self._no_outputs(outputs.items)
+        features, relevant, excluded = (batch[name] for name in (SPARSE_FEATURES, RELEVANT, EXCLUDED))
+        assert isinstance(features, KeyedJaggedTensor)
+        assert isinstance(relevant, KeyedJaggedTensor) and isinstance(excluded, KeyedJaggedTensor)
+        ranking = CatalogueRanking(self.scored_items, num_best=self._num_best)
+        ranked = ranking.rank(outputs.queries.float(), relevant[ITEM], excluded[ITEM])
+        found = {"best": ranked.best, "best_scores": ranked.best_scores}
+        if self._config.user is not None:
+            found = {"users": features[self._config.user].values(), **found}
+        return {**ranked_targets(ranked, relevant.lengths().long(), self._metrics), **found}
+
+    def _no_outputs(self, items: Float[Tensor, "rows dim"]) -> Outputs:
+        """Returns the outputs of no rows."""
+        ids, scores = (items.new_zeros(0, self._num_best, dtype=dtype) for dtype in (torch.int64, torch.float32))
+        outputs = {
+            "metrics": items.new_zeros(0, len(self._metrics.names), dtype=torch.float32),
+            "excluded_targets": ids[:, 0],
+            "users": ids[:, 0],
+            "best": ids,
+            "best_scores": scores,
+        }
+        return {name: outputs[name] for name in self.outputs}
+
+    def metrics(self, rows: Rows) -> dict[str, float]:
+        metrics = seen_items_metrics(self._config.excludes_seen, rows) | self._metrics.means(rows["metrics"])
+        best = self._num_best
+        return metrics | {f"coverage@{best}": coverage(rows["best"], best, len(self.catalogue))}
+
+    def training_sums(self, outputs: Outputs) -> Outputs:
+        """Returns nothing: the loss says how training goes."""
+        return {}
+
+    def training_metrics(self, sums: Sums) -> dict[str, float]:
+        return {}
+
+    def predictions(self, rows: Rows) -> dict[str, npt.NDArray[Any]]:
+        best, scores = (rows[name].reshape(-1, self._num_best) for name in ("best", "best_scores"))
+        users = [rows["users"]] if "users" in self.outputs else []
+        return dict(zip(self.prediction_columns, [*users, *best.T, *scores.T], strict=True))
+
+    def describe(self, metrics: Mapping[str, Any]) -> str:
+        shown = [
+            f"{metric.heading} {metrics[metric.name]:.4f}" for metric in self.reported_metrics if metric.in_terminal
+        ]
+        kind = "users" if self._config.user is not None else "rows"
+        return f"{'  '.join(shown)}  ({metrics['rows']:,} {kind}; {seen_items_rule(self._config.excludes_seen)})"
+
+    def describe_training(self, metrics: Mapping[str, Any]) -> str:
+        return ""

@@ -1,0 +1,133 @@
+"""The section of the task ``retrieval``."""
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import pydantic.dataclasses
+from pydantic import model_validator
+
+from distembed.base.errors import UserError
+from distembed.base.lazy import imported
+from distembed.base.names import STRICT, one_of
+from distembed.base.validation import Count
+from distembed.data.dataset.schema import USER, Schema
+from distembed.optim.config import NonNegativeNumber
+from distembed.tasks.config import Cutoffs, ExcludeSeen, require_among, require_below, require_no_weights
+from distembed.tasks.pair_columns import PairColumns
+from distembed.tasks.reported_metrics import ranking_metric_names
+
+if TYPE_CHECKING:
+    from distembed.models.config import ItemModelConfig
+    from distembed.tasks.base import Task
+
+RETRIEVAL_KINDS = ("recall", "ndcg", "hr", "mrr")
+"""Kinds of metrics that the task reports."""
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
+class RetrievalConfig:
+    """The section of :class:`distembed.tasks.RetrievalTask`.
+
+    Attributes:
+        name: The task's name, ``retrieval``.
+        loss: ``in_batch``, a softmax over the items of a step's rows; or ``sampled``, over these and drawn items.
+        num_negatives: Number of items that ``sampled`` draws for a step, which all rows of the step share.
+        negative_exponent: Power of an item's number of training rows with which items are drawn: 0 for uniformly, 1 for
+            by frequency.
+        user: The categorical feature that tells users apart: an evaluation has a query for each user, and
+            ``exclude_seen`` leaves out a user's items. Null for a query for each row, and no seen items.
+        cutoffs: The numbers k of the metrics, in rising order.
+        exclude_seen: Whether evaluations and predictions leave out the items that the user has in the splits before the
+            one to predict; ``auto`` leaves them out unless users repeat items.
+        headline: Name of the metric by which models are compared; null for the recall at the last cutoff.
+        item: The feature whose ids are the items; it is taken from ``model.item``.
+        item_features: The item's other features; they are taken from ``model.item_features``.
+    """
+
+    takes: ClassVar[str] = "towers"
+    name: Literal["retrieval"] = "retrieval"
+    loss: Literal["in_batch", "sampled"] = "in_batch"
+    num_negatives: Count = 1024
+    negative_exponent: NonNegativeNumber = 0.0
+    user: str | None = USER
+    cutoffs: Cutoffs = dataclasses.field(default_factory=lambda: [10, 100])
+    exclude_seen: ExcludeSeen = "auto"
+    headline: str | None = None
+    item: str | None = None
+    item_features: list[str] | None = None
+
+    @model_validator(mode="after")
+    def _settings_fit(self) -> "RetrievalConfig":
+        require_among(self.headline, ranking_metric_names(RETRIEVAL_KINDS, self.cutoffs))
+        if self.user is None and self.exclude_seen is True:
+            raise ValueError(
+                "exclude_seen is true and user is null, so that no items of a user are known: set user to the feature "
+                "of users, or exclude_seen to false"
+            )
+        return self
+
+    @property
+    def excludes_seen(self) -> bool:
+        """Whether seen items are left out, in a run that has started."""
+        return self.user is not None and self.exclude_seen is not False
+
+    @property
+    def item_name(self) -> str:
+        """The feature whose ids are the items."""
+        assert self.item is not None, "a config takes it from the model's section"
+        return self.item
+
+    @property
+    def item_side(self) -> list[str]:
+        """The item and its other features."""
+        return [self.item_name, *(self.item_features or ())]
+
+    def user_side(self, schema: Schema) -> list[str]:
+        """Returns the dataset's features that are not the item's."""
+        return [name for name in (*schema.categorical_names, *schema.dense) if name not in self.item_side]
+
+    def for_model(self, model: "ItemModelConfig") -> "RetrievalConfig":
+        """Returns the section with the model's ``item`` and ``item_features``; refuses others."""
+        own: Any
+        for name in ("item", "item_features"):
+            own, of_model = getattr(self, name), getattr(model, name)
+            if own is not None and own != of_model:
+                raise ValueError(
+                    f"task.{name} is {own!r} and model.{name} is {of_model!r}; set model.{name}, and leave task.{name} "
+                    "out"
+                )
+        return dataclasses.replace(self, item=model.item, item_features=model.item_features)
+
+    def pair_columns(self, schema: Schema) -> PairColumns:
+        """Returns the columns of users and items, and of labels that are 0 or 1."""
+        label = schema.label if schema.label_kind == "binary" else None
+        return PairColumns(self.user, self.item_name, label)
+
+    def build(self) -> "Task":
+        task: Task = imported("distembed.tasks.retrieval:RetrievalTask")(self)
+        return task
+
+    def batch_schema(self, schema: Schema) -> Schema:
+        """Returns the dataset's columns and a weight of each row of a query.
+
+        Raises:
+            UserError: The dataset lacks the item or the user, or has several of them in a row, or weights, or a cutoff
+                exceeds its items.
+        """
+        require_no_weights(self.name, schema)
+        features = {feature.name: feature for feature in schema.categorical}
+        for setting, name in (("model.item", self.item_name), ("task.user", self.user)):
+            if name is None:
+                continue
+            if name not in features:
+                remedy = ", or set it to null for a query for each row" if setting == "task.user" else ""
+                one_of(f"{setting} (name a feature of the dataset{remedy})", name, features)
+            if features[name].multi_hot:
+                raise UserError(f"{setting} is {name!r}, of which rows have lists; name a feature with one id a row.")
+        if self.user in self.item_side:
+            raise UserError(f"task.user is {self.user!r}, which is a feature of the item; name a feature of users.")
+        require_below(self.cutoffs, features[self.item_name].num_embeddings)
+        weight = "weight"
+        while weight in schema.columns:
+            weight += "_"
+        return dataclasses.replace(schema, weight=weight)
