@@ -19,6 +19,7 @@ with the item's features alone::
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from jaxtyping import Float
@@ -121,6 +122,9 @@ class Towers(nn.Module):
     def __init__(self, user: Tower, item: Tower, score_divisor: float) -> None:
         super().__init__()
         self.user, self.item, self.score_divisor = user, item, score_divisor
+        # as buffers: a list of columns would be copied to a GPU in each step, which waits for the copy
+        self.register_buffer("user_columns", torch.tensor(user.side.dense_columns, dtype=torch.int64), persistent=False)
+        self.register_buffer("item_columns", torch.tensor(item.side.dense_columns, dtype=torch.int64), persistent=False)
 
     def forward(
         self,
@@ -129,10 +133,10 @@ class Towers(nn.Module):
         weights: Float[Tensor, " queries"],
     ) -> TowerVectors:
         """Returns the vectors of the first ``len(weights)`` rows' users and of all rows' items."""
-        num_rows = len(dense_features)
-        queries = self.queries(embedded, dense_features[:, self.user.side.dense_columns], len(weights))
-        items = self.item(embedded, dense_features[:, self.item.side.dense_columns], num_rows)
-        return TowerVectors(queries, items)
+        user_numbers = dense_features.index_select(1, cast(Tensor, self.user_columns))
+        item_numbers = dense_features.index_select(1, cast(Tensor, self.item_columns))
+        queries = self.queries(embedded, user_numbers, len(weights))
+        return TowerVectors(queries, self.item(embedded, item_numbers, len(dense_features)))
 
     def queries(
         self, embedded: KeyedTensor, numbers: Float[Tensor, "rows dense"], num_rows: int

@@ -1,0 +1,295 @@
+"""Two towers: steps against float64, evaluations against loops, whole runs on ranks and resumed, wrong settings."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torch import Tensor
+
+from distembed.base.errors import UserError
+from distembed.base.ranks import Ranks
+from distembed.data.dataset.config import DataConfig
+from distembed.data.dataset.manifest import Manifest
+from distembed.data.dataset.schema import LABELS, SPARSE_FEATURES, WEIGHTS
+from distembed.data.reader import Batch, BatchOrder, BatchReader
+from distembed.embedding import CompositionalEmbeddingBagCollection
+from distembed.models import ModelInputs, TwoTower
+from distembed.tasks import RetrievalTask
+from distembed.tasks.base import BatchPosition, TaskContext
+from distembed.tasks.catalogue.keyed_rows import KeyedRows, columns_of
+from distembed.tasks.retrieval import ITEM_IDS
+from distembed.training.config import Config, load_config
+from tests.small_runs import call, distembed, losses, metrics, stopped_at
+from tests.tasks.retrieval_rows import prepare_rows, write_config
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_rows(tmp_path_factory.mktemp("films"))
+
+
+def make(dataset: Path, path: Path, **sections: Any) -> tuple[RetrievalTask, TwoTower, Config]:
+    """Returns a started task and a model of full tables on the CPU."""
+    embedding = {"default": {"partition": "naive", "embedding_dim": 8}}
+    config = load_config(write_config(path / "config.yaml", dataset, embedding=embedding, **sections))
+    torch.manual_seed(0)
+    schema = Manifest.load(dataset).schema
+    task = config.task.build()
+    assert isinstance(task, RetrievalTask)
+    ranks = Ranks(rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
+    task.start(TaskContext(DataConfig(path=str(dataset)), str(dataset), schema, ranks, 5, {}))
+    model = config.model.build(ModelInputs.from_config(config.task.batch_schema(schema), config.embedding))
+    assert isinstance(model, TwoTower)
+    model.embeddings = CompositionalEmbeddingBagCollection(model.embeddings.tables(), device="cpu")
+    return task, model, config
+
+
+def rows_of(dataset: Path, split: str) -> list[dict[str, Any]]:
+    """Returns the rows of a split; a list that is null is empty, and a number that is null NaN."""
+    files = Manifest.load(dataset).splits[split].files
+    rows = pa.concat_tables([pq.read_table(dataset / file.path) for file in files]).to_pylist()
+    lists = ("history", "genres")
+    return [
+        {name: value if value is not None else [] if name in lists else math.nan for name, value in row.items()}
+        for row in rows
+    ]
+
+
+class Equations:
+    """The towers in float64, one row after another, from copies of a model's parameters."""
+
+    def __init__(self, model: TwoTower, normalize: bool, temperature: float) -> None:
+        self.values = {
+            name: value.detach().double().requires_grad_() for name, value in model.named_parameters() if value.numel()
+        }
+        self._normalize, self._temperature = normalize, temperature
+
+    def _vector(self, table: str, ids: list[int]) -> Tensor:
+        (weight,) = (value for name, value in self.values.items() if f".{table}__p0." in name)
+        return weight[ids].sum(0)
+
+    def _number(self, side: str, number: float) -> Tensor:
+        w, b, e, missing = (
+            self.values[f"network.{side}.soft_one_hot.{name}"][0]
+            for name in ("weights", "biases", "vectors", "missing")
+        )
+        return missing if math.isnan(number) else torch.softmax(number * w + b, 0) @ e
+
+    def _tower(self, side: str, x: Tensor) -> Tensor:
+        layers = [name for name in self.values if name.startswith(f"network.{side}.mlp") and name.endswith("weight")]
+        for index, name in enumerate(layers):
+            x = self.values[name] @ x + self.values[name.replace("weight", "bias")]
+            x = x.relu() if index < len(layers) - 1 else x
+        return x / x.norm() if self._normalize else x
+
+    def user(self, row: dict[str, Any]) -> Tensor:
+        ids = [self._vector("user", [row["user"]]), self._vector("country", [row["country"]])]
+        return self._tower(
+            "user", torch.cat([*ids, self._vector("film", row["history"]), self._number("user", row["age"])])
+        )
+
+    def item(self, row: dict[str, Any]) -> Tensor:
+        ids = [self._vector("film", [row["film"]]), self._vector("genres", row["genres"])]
+        return self._tower("item", torch.cat([*ids, self._number("item", row["price"])]))
+
+    def score(self, user: dict[str, Any], item: dict[str, Any]) -> Tensor:
+        return self.user(user) @ self.item(item) / self._temperature
+
+
+def read_batch(dataset: Path, num_rows: int) -> Batch:
+    reader = BatchReader(str(dataset), "train", BatchOrder(num_rows, shuffle=False), rank=0, world_size=1)
+    batch = next(iter(reader))
+    reader.close()
+    return batch
+
+
+def features_of_items(dataset: Path) -> dict[int, dict[str, Any]]:
+    """Returns the last row of each item in training, or else in an earlier of test and validation."""
+    return {row["film"]: row for split in ("test", "validation", "train") for row in rows_of(dataset, split)}
+
+
+@pytest.mark.parametrize(
+    ("loss", "normalize", "most_scores"), [("in_batch", True, 2**25), ("sampled", False, 2**25), ("sampled", True, 40)]
+)
+def test_a_step_equals_one_in_float64(
+    dataset: Path, tmp_path: Path, loss: str, normalize: bool, most_scores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distembed.tasks.catalogue.softmax._MOST_SCORES", most_scores)
+    num_rows, num_drawn = 16, 7 if loss == "sampled" else 0
+    settings = {"loss": loss, "num_negatives": 7, "negative_exponent": 0.5}
+    task, model, _ = make(dataset, tmp_path, task=settings, model={"normalize": normalize})
+    rows = rows_of(dataset, "train")[:num_rows]
+    batch = task.prepare_batch(read_batch(dataset, num_rows), BatchPosition(3, 0))
+    total, _ = task.step(model(*[batch[name] for name in model.batch_fields]), batch)
+    total.backward()
+
+    pairs = [row for row in rows_of(dataset, "train") if row["label"]]
+    counts = {item: sum(row["film"] == item for row in pairs) for item in features_of_items(dataset)}
+    drawn_weights = {item: max(count, 1) ** 0.5 for item, count in counts.items()}
+    frequency = {item: count / len(pairs) for item, count in counts.items()}
+    probability = {item: weight / sum(drawn_weights.values()) for item, weight in drawn_weights.items()}
+    drawn = batch[ITEM_IDS][num_rows:].tolist()
+    assert len(drawn) == num_drawn and set(drawn) <= counts.keys()
+    candidates = [row for row in rows if row["label"]] + [features_of_items(dataset)[item] for item in drawn]
+    num_pairs = sum(row["label"] for row in rows)
+    assert 1 < num_pairs < num_rows
+    equations = Equations(model, normalize, 0.3)
+    expected = torch.zeros((), dtype=torch.float64)
+    for row in (row for row in rows if row["label"]):
+        own, terms = equations.score(row, row), []
+        for other in (other for other in candidates if other["film"] != row["film"]):
+            item = other["film"]
+            count = (num_pairs - 1) * frequency[item] + num_drawn * probability[item]
+            terms.append(equations.score(row, other).exp() / count)
+        expected = expected + (own.exp() + sum(terms)).log() - own
+    expected = expected / (len(pairs) / len(rows_of(dataset, "train")))
+    expected.backward()
+    assert total.item() == pytest.approx(expected.item(), rel=1e-5)
+    found = dict(model.named_parameters())
+    for name, value in equations.values.items():
+        gradient = found[name].grad
+        own_gradient = torch.zeros_like(value) if value.grad is None else value.grad
+        assert gradient is not None, name
+        tolerance = 1e-5 * max(1.0, own_gradient.abs().max().item())
+        np.testing.assert_allclose(gradient.to_dense(), own_gradient, rtol=1e-5, atol=tolerance, err_msg=name)
+
+
+def test_a_step_without_two_pairs_has_no_loss_against_other_rows(dataset: Path, tmp_path: Path) -> None:
+    task, model, _ = make(dataset, tmp_path)
+    batch = read_batch(dataset, 8)
+    for labels in ([0] * 8, [0, 1, *[0] * 6]):
+        prepared = task.prepare_batch(
+            Batch({**batch.fields, LABELS: torch.tensor(labels).float()}, 8), BatchPosition(0, 0)
+        )
+        total, _ = task.step(model(*[prepared[name] for name in model.batch_fields]), prepared)
+        total.backward()
+        assert total.item() == 0
+    assert prepared[WEIGHTS].count_nonzero() == 1 and len(prepared[SPARSE_FEATURES]["film"].values()) == 8
+
+
+def outputs_of(task: RetrievalTask, model: TwoTower, split: str) -> dict[str, Any]:
+    found: dict[str, list[Any]] = {name: [] for name in task.outputs}
+    with torch.no_grad():
+        for batch in task.evaluation_batches(split, 7):
+            rows = task.evaluate(model(*[batch[name] for name in model.batch_fields]), batch)
+            for name, values in rows.items():
+                found[name].append(values.numpy())
+    return {name: np.concatenate(values) for name, values in found.items()}
+
+
+@pytest.mark.parametrize(("user", "exclude_seen"), [("user", True), ("user", False), (None, False)])
+def test_evaluations_equal_loops(dataset: Path, tmp_path: Path, user: str | None, exclude_seen: bool) -> None:
+    task, model, _ = make(dataset, tmp_path, task={"user": user, "exclude_seen": exclude_seen})
+    found = task.metrics(outputs_of(task, model, "test"))
+    equations, items = Equations(model, True, 0.3), features_of_items(dataset)
+    earlier = [row for split in ("train", "validation") for row in rows_of(dataset, split) if row["label"]]
+    queries: list[tuple[dict[str, Any], set[int]]] = []
+    for row in (row for row in rows_of(dataset, "test") if row["label"]):
+        known = next((relevant for query, relevant in queries if user and query["user"] == row["user"]), None)
+        if known is None:
+            queries.append((row, {row["film"]}))
+        else:
+            known.add(row["film"])
+    expected: dict[str, list[float]] = {"recall@3": [], "ndcg@3": [], "mrr": [], "recall@10": []}
+    for query, relevant in queries:
+        seen = {row["film"] for row in earlier if exclude_seen and row["user"] == query["user"]}
+        scores = {item: equations.score(query, row).item() for item, row in items.items() if item not in seen}
+        ranked = sorted(scores, key=lambda item: -scores[item])
+        places = [place for place, item in enumerate(ranked) if item in relevant]
+        for k in (3, 10):
+            expected[f"recall@{k}"].append(sum(place < k for place in places) / len(relevant))
+        ideal = sum(1 / math.log2(place + 2) for place in range(min(3, len(relevant))))
+        expected["ndcg@3"].append(sum(1 / math.log2(place + 2) for place in places if place < 3) / ideal)
+        expected["mrr"].append(1 / (places[0] + 1) if places else 0.0)
+    for name, values in expected.items():
+        assert found[name] == pytest.approx(np.mean(values), abs=1e-6), name
+    num_test_rows = len(rows_of(dataset, "test"))
+    assert found["rows"] == (len(queries) if user else num_test_rows)
+    assert found["exclude_seen"] == exclude_seen
+
+
+@pytest.mark.parametrize("keep", ["first", "last"])
+def test_keyed_rows_are_the_first_or_last_of_each_id(dataset: Path, keep: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distembed.tasks.catalogue.keyed_rows._LEAST_PENDING", 5)
+    schema = columns_of(Manifest.load(dataset).schema, ["user", "history", "age"], label="label")
+    rows = KeyedRows.of_splits(str(dataset), ["test", "train"], schema, "user", keep)
+    expected: dict[int, dict[str, Any]] = {}
+    for row in (row for split in ("test", "train") for row in rows_of(dataset, split) if row["label"]):
+        if keep == "last" or row["user"] not in expected:
+            expected[row["user"]] = row
+    assert rows.ids.tolist() == sorted(expected)
+    batch = rows.batch(rows.positions(rows.ids[::-1]))
+    history = batch[SPARSE_FEATURES]["history"]
+    lists = [part.tolist() for part in history.values().split(history.lengths().tolist())]
+    assert lists == [expected[user]["history"] for user in reversed(rows.ids.tolist())]
+    ages = [expected[user]["age"] for user in reversed(rows.ids.tolist())]
+    np.testing.assert_array_equal(batch["dense_features"][:, 0], np.float32(ages))
+    assert len(rows.without(rows.ids[:3].tolist())) == len(rows) - 3
+    assert rows.batch(np.zeros(0, np.int64))[SPARSE_FEATURES].stride() == 0
+
+
+@pytest.mark.thorough
+@pytest.mark.distributed
+@pytest.mark.parametrize("loss", ["in_batch", "sampled"])
+def test_ranks_train_and_evaluate_to_the_metrics_of_one(dataset: Path, tmp_path: Path, loss: str) -> None:
+    task = {"loss": loss, "num_negatives": 21}
+    config = write_config(tmp_path / "config.yaml", dataset, task=task)
+    call("train", config, "--run-dir", tmp_path / "one")
+    distembed("train", config, "--run-dir", tmp_path / "two", ranks=2)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+    assert np.mean(losses(tmp_path / "one")[-4:]) < np.mean(losses(tmp_path / "one")[:4])
+    for found, expected in zip(metrics(tmp_path / "two", "eval"), metrics(tmp_path / "one", "eval"), strict=True):
+        for name in ("rows", "recall@10", "ndcg@3", "mrr", "coverage@10"):
+            assert found[name] == pytest.approx(expected[name], abs=2e-3), name
+    found = json.loads(distembed("evaluate", tmp_path / "one", "--json", ranks=3).stdout)
+    expected = json.loads((tmp_path / "one" / "evaluation.json").read_text())
+    assert found["recall@10"] == pytest.approx(expected["recall@10"], abs=2e-3)
+
+
+@pytest.mark.thorough
+def test_a_run_with_replaced_ids_is_resumed_in_mid_epoch_and_read_by_every_command(
+    dataset: Path, tmp_path: Path
+) -> None:
+    task = {"loss": "sampled", "num_negatives": 9}
+    config = write_config(tmp_path / "config.yaml", dataset, task=task, sse={"default": {"p0": 0.1}})
+    whole = tmp_path / "whole"
+    call("train", config, "--run-dir", whole)
+    part = stopped_at(7, whole, tmp_path / "part")
+    call("train", config, "--run-dir", part, "--resume")
+    assert losses(part) == losses(whole)
+    call("check", whole)
+    call("predict", whole, "--output", tmp_path / "predictions.parquet")
+    predicted = pq.read_table(tmp_path / "predictions.parquet")
+    evaluation = json.loads((whole / "evaluation.json").read_text())
+    assert predicted.num_rows == evaluation["rows"] > 0
+    assert predicted.column_names[:2] == ["user", "item_1"] and predicted["item_1"][0].as_py().startswith("f")
+    described = json.loads(call("describe", config, "--json"))
+    assert {table["name"] for table in described["tables"]} == {"user", "film", "country", "genres"}
+    call("plan", config, "--world-size", 2)
+
+
+def test_wrong_settings_are_explained(dataset: Path, tmp_path: Path) -> None:
+    def refuses(message: str, *overrides: str, **sections: Any) -> None:
+        config = write_config(tmp_path / "config.yaml", dataset, **sections)
+        with pytest.raises(UserError, match=message):
+            call("train", config, *overrides, "--run-dir", tmp_path / "run")
+        assert not (tmp_path / "run").exists()
+
+    refuses("film", model={"item": "movie"})
+    refuses("'history', of which rows have lists", model={"item": "history"})
+    refuses("genre", model={"item_features": ["genre"]})
+    everything = ["genres", "price", "age", "user", "country", "history"]
+    refuses("tower of users needs", model={"item_features": everything}, task={"user": None, "exclude_seen": False})
+    refuses("which is a feature of the item", model={"item_features": ["user"]})
+    refuses("task.item is 'user' and model.item is 'film'", task={"item": "user"})
+    refuses("task.user", task={"user": "person"})
+    refuses("user is null", task={"user": None, "exclude_seen": True})
+    refuses("lower it", task={"cutoffs": [1000]})
+    refuses("do not go together", "task={name: click}")
+    refuses("do not go together", "model={name: mf}")
