@@ -14,7 +14,7 @@ corrected (Khrylchenko et al., RecSys 2025).
 The loss of a step is the mean over its rows, of rows without a pair 0, divided by the share of pairs in the training
 split: about the mean over pairs.
 
-The catalogue has each item of any split with its features in its last row of the training split, or else of a later
+The catalogue has each item of any split, with the features of its last row in the training split, or else in another
 split. An evaluation computes the vectors of all items, then ranks all of them exactly for each query.
 """
 
