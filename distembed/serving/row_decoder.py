@@ -226,6 +226,7 @@ class QueryRowDecoder(TableRowDecoder):
 
     def __init__(self, folder: Path, manifest: Manifest, features: Collection[str]) -> None:
         self._lists = [each.name for each in manifest.schema.categorical if each.multi_hot]
+        self._lists += manifest.schema.dense_sequences
         super().__init__(folder, manifest, features=features)
 
     def decode(self, table: pa.Table) -> DecodedRows:

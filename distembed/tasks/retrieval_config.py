@@ -12,7 +12,14 @@ from distembed.base.names import STRICT, one_of
 from distembed.base.validation import Count
 from distembed.data.dataset.schema import USER, Schema
 from distembed.optim.config import NonNegativeNumber
-from distembed.tasks.config import Cutoffs, ExcludeSeen, require_among, require_below, require_no_weights
+from distembed.tasks.config import (
+    Cutoffs,
+    ExcludeSeen,
+    require_among,
+    require_below,
+    require_no_weights,
+    require_one_label,
+)
 from distembed.tasks.pair_columns import PairColumns
 from distembed.tasks.reported_metrics import ranking_metric_names
 
@@ -111,10 +118,11 @@ class RetrievalConfig:
         """Returns the dataset's columns and a weight of each row of a query.
 
         Raises:
-            UserError: The dataset lacks the item or the user, or has several of them in a row, or weights, or a cutoff
-                exceeds its items.
+            UserError: The dataset lacks the item or the user, or has several of them in a row, or weights, or several
+                labels, or a cutoff exceeds its items.
         """
         require_no_weights(self.name, schema)
+        require_one_label(self.name, schema)
         features = {feature.name: feature for feature in schema.categorical}
         for setting, name in (("model.item", self.item_name), ("task.user", self.user)):
             if name is None:
