@@ -24,7 +24,7 @@ from distembed.base.names import one_of
 from distembed.base.process import silenced_loggers
 from distembed.base.ranks import choose_device
 from distembed.base.units import format_bytes
-from distembed.data.dataset.schema import Schema
+from distembed.data.dataset.schema import ITEM, Schema
 from distembed.data.prepare.table.inputs import find_inputs
 from distembed.data.prepare.table.source import TableSource
 from distembed.data.reader import Batch, BatchOrder, BatchReader
@@ -32,6 +32,7 @@ from distembed.data.remote import is_url
 from distembed.embedding.collections import embedding_modules, table_configs
 from distembed.embedding.composed_vectors import composed_chunks
 from distembed.embedding.tables import CompositionalTables
+from distembed.serving.item_search import ItemSearch, ItemTable
 from distembed.serving.raw_predictions import RawInputs
 from distembed.serving.requests import find_run_for_rows, row_decoder, seen_items_note
 from distembed.serving.row_decoder import (
@@ -44,6 +45,7 @@ from distembed.serving.row_decoder import (
     given_rows,
 )
 from distembed.serving.whole_model import WholeModel, load_whole_model
+from distembed.tasks import RetrievalTask
 from distembed.training.config import Config
 from distembed.training.describe import describe
 from distembed.training.inference import EVALUATION_BATCH_SIZE
@@ -168,11 +170,18 @@ class LoadedModel:
         if self._note is not None:
             warnings.warn(self._note, stacklevel=2)
             self._note = None
+        batches, is_good = self._decoded(rows, malformed)
+        return self._answer(self._score(batches), is_good)
+
+    def _decoded(
+        self, rows: Any, malformed: Literal["refuse", "null"] = "refuse"
+    ) -> tuple[Iterable[Batch], npt.NDArray[np.bool_] | None]:
+        """Returns batches of the well-formed rows, and which rows are well-formed, None for all of a batch."""
         if isinstance(rows, Batch):
-            return self._answer(self._score([rows]), None)
+            return [rows], None
         raw = given_rows(rows, self._rows.columns)
         if not raw.num_lines:  # of no dictionaries the columns are not known
-            return self._answer(self._score([]), None)
+            return [], None
         decoded = decode_rows(self._rows.decode, raw)
         if decoded.rejected and malformed == "refuse":
             bad = bad_rows(raw, decoded.rejected, self._rows.columns)
@@ -180,12 +189,13 @@ class LoadedModel:
                 f"{len(bad)} of {raw.num_lines} rows are malformed: {bad_rows_text(bad)}. Mend them, or give "
                 "malformed='null' for predictions of NaN."
             )
-        batches = batches_of(self.schema, decoded.block, EVALUATION_BATCH_SIZE)
-        return self._answer(self._score(batches), decoded.is_good)
+        return batches_of(self.schema, decoded.block, EVALUATION_BATCH_SIZE), decoded.is_good
 
     def _score(self, batches: Iterable[Batch]) -> list[Mapping[str, npt.NDArray[Any]]]:
         """Returns the task's predictions of each batch, by column; a batch has the dataset's columns, not prepared."""
         task = self._model.task
+        if isinstance(task, RetrievalTask):
+            self._search.items()  # the task ranks the items' vectors, which the model computes once
         return [task.predictions(self._model.outputs(task.prediction_batch(batch))) for batch in batches]
 
     def _answer(
@@ -209,6 +219,46 @@ class LoadedModel:
             return table
         prediction_rows = np.cumsum(is_good) - 1  # the prediction's place of each good row
         return table.take(pa.array(prediction_rows, mask=~is_good))
+
+    def recommend(self, rows: Any, k: int = 10) -> pa.Table:
+        """Returns the best items of each row's user, by a model of two towers, as lists ``items`` and ``scores``.
+
+        All items of the run's dataset are searched, without the items that the user has in the splits before the test
+        where ``task.exclude_seen`` says so. Items are raw values, the best first; scores are inner products.
+
+        Args:
+            rows: Raw rows with the features of users, as :meth:`predict` takes them.
+            k: Number of items of each row; a row has fewer where the catalogue has.
+
+        Raises:
+            UserError: The model is another one, its dataset is gone, or the rows are malformed.
+        """
+        self._require_usable()
+        best, scores = self._search.recommend(self._decoded(rows)[0], k)
+        return self._search.table(best, scores)
+
+    def user_vectors(self, rows: Any) -> npt.NDArray[np.float32]:
+        """Returns the vector of each row's user [rows, output_dim], by a model of two towers.
+
+        Its inner product with an item's vector is the score: it is divided by the temperature. Arguments and errors
+        are as of :meth:`recommend`.
+        """
+        self._require_usable()
+        return self._search.user_vectors(self._decoded(rows)[0])
+
+    def item_vectors(self) -> ItemTable:
+        """Returns ids, raw values and vectors of all items of the run's dataset, by a model of two towers.
+
+        Raises:
+            UserError: The model is another one, or its dataset is gone.
+        """
+        self._require_usable()
+        return self._search.items()
+
+    @cached_property
+    def _search(self) -> ItemSearch:
+        """The vectors of users and items, and the search for items."""
+        return ItemSearch(self._model, self._values.get(ITEM))
 
     @cached_property
     def _values(self) -> Mapping[str, pa.Array]:

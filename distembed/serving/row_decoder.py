@@ -118,11 +118,7 @@ class TableRowDecoder(_Decoder):
     ) -> None:
         schema = raw_schema(manifest)
         if features is not None:
-            schema = dataclasses.replace(
-                schema,
-                categorical={name: column for name, column in schema.categorical.items() if name in features},
-                dense={name: column for name, column in schema.dense.items() if name in features},
-            )
+            schema = schema.with_features(features)
         schema = dataclasses.replace(
             schema,
             label=schema.label if "label" in extras else None,

@@ -54,6 +54,20 @@ class WholeModel:
             _, (_, outputs) = self.module(batch.to(self.blueprint.device))
             return {name: values.cpu().numpy() for name, values in outputs.items()}
 
+    def model_outputs(self, batch: Batch) -> Any:
+        """Returns what the model, without its task, gives for a batch that the task has prepared."""
+        batch, blueprint = batch.to(self.blueprint.device), self.blueprint
+        with (
+            torch.inference_mode(),
+            torch.autocast(blueprint.device.type, dtype=torch.bfloat16, enabled=blueprint.bf16),
+        ):
+            return self.module.model(*[batch[name] for name in self.module.model.batch_fields])
+
+    def show_catalogue(self, batch_size: int) -> None:
+        """Shows the model the items of the task's catalogue, whose vectors the task stores to rank them."""
+        for batch in self.task.catalogue_batches(batch_size):
+            self.outputs(batch)
+
     def on_dataset(self, dataset: str) -> WholeModel:
         """Returns a model that shares this one's weights, with a new task that is started on another dataset."""
         blueprint = dataclasses.replace(self.blueprint)  # a new blueprint makes a new task: this model's stays as it is

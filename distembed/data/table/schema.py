@@ -29,7 +29,7 @@ lack some of them, and one column of the table may give several::
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import field
 from functools import cache
 from pathlib import Path
@@ -285,6 +285,23 @@ class TableSchema:
     def hash_size_of(self, column: CategoricalColumn) -> int | None:
         """Returns the size of the table that a column's values are hashed into; None where a vocabulary is built."""
         return None if column.kind in BINS else column.hash_size or self.hash_size
+
+    def with_features(self, names: Collection[str]) -> TableSchema:
+        """Returns the schema of some features alone, to encode rows by a dataset's vocabularies.
+
+        A column that shares the vocabulary of a column that is left out has the settings of its hash.
+        """
+        categorical = {}
+        for name, column in self.categorical.items():
+            if name not in names:
+                continue
+            if column.vocabulary is not None and column.vocabulary not in names:
+                owner = self.categorical[column.vocabulary]
+                size = self.hash_size_of(owner)
+                column = dataclasses.replace(column, vocabulary=None, hash_size=size, hash_seed=owner.hash_seed)
+            categorical[name] = column
+        dense = {name: column for name, column in self.dense.items() if name in names}
+        return dataclasses.replace(self, categorical=categorical, dense=dense)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the settings that differ from the defaults, in plain values, which :meth:`from_json` reads back."""
