@@ -107,4 +107,7 @@ class SparseOptimizerConfig:
     name: Annotated[str, AfterValidator(_sparse_name)] = "row_wise_adagrad"
     learning_rate: PositiveNumber = 0.02  # the rate at the end of the warm-up
     eps: PositiveNumber = 1e-8  # small number that is added to the root of the accumulator
+    # largest magnitude of each number of the gradient of a composed vector (of a bag, or of an id of a sequence), which
+    # larger numbers are cut to; null for no limit. See distembed.sharding.limit_gradients.
+    max_gradient: PositiveNumber | None = None
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)  # the learning rate over the steps

@@ -11,6 +11,7 @@ from distembed.sharding.managed_collision import (
     CompositionalManagedCollisionEmbeddingBagCollectionSharder,
     CompositionalManagedCollisionEmbeddingCollectionSharder,
 )
+from distembed.sharding.parameters import limit_gradients
 from distembed.sharding.sharder import (
     CompositionalEmbeddingBagCollectionSharder,
     CompositionalEmbeddingCollectionSharder,
@@ -25,4 +26,5 @@ __all__ = [
     "ShardedCompositionalEmbeddingBagCollection",
     "ShardedCompositionalEmbeddingCollection",
     "default_sharders",
+    "limit_gradients",
 ]

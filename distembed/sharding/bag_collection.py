@@ -1,6 +1,7 @@
 """The sharded module of bags: TorchRec's own, with lookups that compose before anything is communicated."""
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -123,7 +124,9 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedParameters, ShardedEmbed
     def _arrange(self, ctx: EmbeddingBagCollectionContext, zero: Tensor | None, embedded: KeyedTensor) -> KeyedTensor:
         self._require_right_mode(ctx)  # a pipeline may look up before a step and wait within it
         values = self._widened(embedded.values())
-        return self._output.arrange(values, zero, ctx.divisor, bags_of_rows(ctx.inverse_indices))
+        arranged = self._output.arrange(values, zero, ctx.divisor, bags_of_rows(ctx.inverse_indices))
+        self._limit(arranged.values(), self._output.limited_columns)
+        return arranged
 
     @property
     def unsharded_module_type(self) -> type[CompositionalEmbeddingBagCollection]:
@@ -143,6 +146,13 @@ class _Output:
         self._splits = [width(table_of[name]) for name in features]
         self._in_order = list(table_of)
         self._order = [list(features).index(name) for name in self._in_order]
+        # neighbouring tables that are trained by the sparse optimizer: columns whose gradients may have a limit
+        self.limited_columns: list[slice] = []
+        start = 0
+        for is_dense, neighbours in groupby(tables, key=lambda table: table.dense_gradient):
+            stop = start + sum(len(table.feature_names) * width(table) for table in neighbours)
+            self.limited_columns += [] if is_dense else [slice(start, stop)]
+            start = stop
         self._means = {i: name for i, name in enumerate(self._in_order) if table_of[name].pooling == "mean"}
         self._keys = [key for table in tables for name in table.feature_names for key in table.vector_names(name)]
         self._dims = [

@@ -107,9 +107,12 @@ class ShardedCompositionalEmbeddingCollection(ShardedParameters, ShardedEmbeddin
                 if zero is not None:  # added to one feature: its gradients reach all unused weights
                     vectors, zero = vectors + zero, None
                 own_ids, own_bags = ids[i] if self._need_indices else None, None if bags is None else bags[name]
-                outputs |= jagged_vectors(
+                made = jagged_vectors(
                     table.vector_names(name), table.embedding_dim, vectors, lengths[i], own_ids, own_bags
                 )
+                for sequence in made.values():
+                    self._limit(sequence.values(), [] if table.dense_gradient else [slice(None)])
+                outputs |= made
         return outputs
 
     @property

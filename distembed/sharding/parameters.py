@@ -14,8 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.comm import get_topology_group_world_size
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, ShardedEmbeddingModule
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.distributed.types import ParameterSharding, QuantizedCommCodecs, ShardingEnv, ShardingEnv2D, ShardingType
 from torchrec.distributed.utils import append_prefix
 from torchrec.optim.keyed import CombinedOptimizer
@@ -46,10 +49,12 @@ class ShardedParameters(ShardedEmbeddingModule[Any, Any, Any, Any]):
         functions: Weights of the functions of path-based tables, replicated on every rank.
         sse: Module that replaces ids in training, for tables with a rule; its random numbers depend on the rank.
         widens_outputs: Whether outputs are converted to float32 after ``output_dtype`` has rounded the sent vectors.
+        max_gradient: The limit of :func:`limit_gradients`; None for no limit.
     """
 
     sse: FeaturePerturbation
     widens_outputs: bool = False
+    max_gradient: float | None = None
     _optim: CombinedOptimizer
     _lookup_attribute: str  # where the unsharded module has the partition tables' weights
     _units_type: type[Any]  # the units of placement, which TorchRec's constructor sees in the place of the module
@@ -301,6 +306,21 @@ class ShardedParameters(ShardedEmbeddingModule[Any, Any, Any, Any]):
         """Returns the dists' vectors, widened to float32 where the module's outputs are float32."""
         return vectors.float() if self.widens_outputs else vectors
 
+    def _limit(self, vectors: Tensor, columns: Sequence[slice]) -> None:
+        """Cuts gradients of some columns of output vectors to ``max_gradient``, before they are sent to the rows."""
+        if self.max_gradient is None or not vectors.requires_grad or not columns:
+            return
+        # a rank's own loss has gradients that are as many times as large as their mean over the ranks
+        limit = self.max_gradient * self._env.world_size
+
+        def cut(gradient: Tensor) -> Tensor:
+            gradient = gradient.clone()  # other nodes of the graph may read it
+            for some in columns:
+                gradient[:, some].clamp_(-limit, limit)
+            return gradient
+
+        vectors.register_hook(cut)
+
     def _require_right_mode(self, ctx: Any) -> None:
         """Raises if a batch whose ids were replaced in training mode is looked up in evaluation mode."""
         if ctx.is_perturbed and not self.training:
@@ -331,6 +351,36 @@ class ShardedParameters(ShardedEmbeddingModule[Any, Any, Any, Any]):
                 is_function = name in self.functions
                 path = f"functions.{name}" if is_function else f"{self._lookup_attribute}.{name}.weight"
                 yield append_prefix(prefix, path)
+
+
+def limit_gradients(model: nn.Module, max_gradient: float) -> None:
+    """Cuts each number g of the gradients of composed vectors to ``min(max(g, -max_gradient), max_gradient)``.
+
+    A composed vector is one of a bag, or of an id of a sequence, as the collection returns it. This is FBGEMM's
+    ``gradient_clipping`` of a full table, which cuts the gradient of each pooled vector before it goes to the rows of
+    the bag: a row of several bags gets the sum. Numbers are cut one by one, and not rows by their norm: a rank may have
+    some columns of a row only, and FBGEMM adds up a row's gradient where it updates the row. Where gradients enter the
+    collection, all storages agree: FBGEMM's tables, fused kernels, and replicated weights, sharded in any way.
+
+    Gradients of path functions and of ids' weights follow from the limited ones. Tables with ``dense_gradient``, which
+    the dense optimizer trains, have no limit.
+
+    Args:
+        model: A sharded model, in which the mean of the ranks' losses is trained.
+        max_gradient: The limit; it holds for gradients of that mean.
+
+    Raises:
+        UserError: The model has a sharded collection of TorchRec's own.
+    """
+    for path, module in get_unwrapped_module(model).named_modules():
+        if isinstance(module, ShardedParameters):
+            module.max_gradient = max_gradient
+        elif isinstance(module, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
+            raise UserError(
+                f"train.sparse_optimizer.max_gradient is {max_gradient}, but {path} is TorchRec's own "
+                f"{type(module).__name__}, which does not know it; take a collection of distembed.embedding, or leave "
+                "max_gradient out."
+            )
 
 
 def _names_optimizer(fused_params: Mapping[str, Any]) -> bool:

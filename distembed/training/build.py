@@ -36,7 +36,7 @@ from distembed.planning.apply_plan import apply_saved_plan
 from distembed.planning.networks import estimate_network, require_networks_fit
 from distembed.planning.request import Workload
 from distembed.planning.saved_plan import PlanInputs, table_plan_inputs
-from distembed.sharding import default_sharders
+from distembed.sharding import default_sharders, limit_gradients
 from distembed.sse import SSE, graph_bytes
 from distembed.sse.perturbation import Perturbation
 from distembed.tasks import Task, batch_schema, build_task
@@ -277,6 +277,8 @@ def build_training_state(
         if isinstance(module, Perturbation):
             module.in_place = True  # a batch's ids may be overwritten: only the model reads them, once
     train = blueprint.config.train
+    if train.sparse_optimizer.max_gradient is not None:
+        limit_gradients(model, train.sparse_optimizer.max_gradient)
     optimizers = Optimizers(model, train.dense_optimizer, train.sparse_optimizer, num_steps)
     averages = AveragedWeights(averaged_parameters(model), train.ema)
     pipeline = StepPipeline(model, optimizers.combined, ranks)
