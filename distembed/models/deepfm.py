@@ -12,10 +12,8 @@ from torch import Tensor, nn
 from distembed.models.deepfm_config import DeepFMConfig
 from distembed.models.inputs import ModelInputs
 from distembed.models.layers import MLP
+from distembed.models.soft_one_hot import start_short
 from distembed.models.vectors import FeatureVectorModel
-
-_DENSE_DEVIATION = 0.01
-"""Standard deviation of the numbers of dense features' vectors at the start."""
 
 
 class DeepFM(FeatureVectorModel):
@@ -24,10 +22,8 @@ class DeepFM(FeatureVectorModel):
     def __init__(self, inputs: ModelInputs, config: DeepFMConfig) -> None:
         super().__init__(inputs, config.soft_one_hot)
         if self.soft_one_hot is not None:
-            # dense features' vectors start as short as a table's: dot products of unit vectors would add up to logits
-            # of more than 2 before anything is learned
-            for vectors in (self.soft_one_hot.vectors, self.soft_one_hot.missing):
-                nn.init.normal_(vectors, std=_DENSE_DEVIATION)
+            # dot products of unit vectors would add up to logits of more than 2 before anything is learned
+            start_short(self.soft_one_hot)
         self.deep = MLP(self.num_inputs, [*config.deep, 1], last_is_linear=True, dropout=config.dropout)
         self.bias = nn.Parameter(torch.zeros(1))
 

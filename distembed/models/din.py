@@ -7,6 +7,12 @@ into a deep network. With ``history: transformer``, the interest is the last sta
 history (:mod:`distembed.models.sasrec`), which finds patterns in the order of items; unlike in BST (Chen et al., 2019)
 the target is not part of the sequence. ``mean`` and ``sum`` pool the items without regard to the target, which takes
 the least time.
+
+Lists of numbers beside a history, such as the time between each item and the row, are encoded as soft one-hot vectors
+(:mod:`distembed.models.soft_one_hot`) and added to the vectors of its items: e_j + g(x_j) takes the place of e_j. The
+sum is one of the aggregations of Transformers4Rec (de Souza Pereira Moreira et al., RecSys 2021). Its others do not fit
+attention to a target: a projection of the concatenation would take e_j out of the space of t, with which it is
+compared. The vectors g start short, so that training starts from the model without them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,13 +24,14 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from distembed.base.errors import UserError
 from distembed.base.names import one_of
-from distembed.data.dataset.schema import CategoricalFeature
+from distembed.data.dataset.schema import DENSE_SEQUENCES, CategoricalFeature
 from distembed.embedding.share import require_one_vector
 from distembed.models.din_config import DINConfig
 from distembed.models.inputs import ModelInputs
 from distembed.models.layers import MLP
 from distembed.models.sasrec import CausalTransformer
 from distembed.models.sequences import QueriedRows, last_tokens
+from distembed.models.soft_one_hot import SoftOneHotSum, start_short
 from distembed.models.vectors import FeatureVectorModel, join
 
 
@@ -97,11 +104,16 @@ class History(nn.Module):
         feature: The history.
         dim: Dimension of a vector.
         config: The model's section, which has the history's kind and length.
+        numbers: Names of the lists of numbers beside the history that are part of its items' vectors.
     """
 
-    def __init__(self, feature: CategoricalFeature, dim: int, config: DINConfig) -> None:
+    def __init__(self, feature: CategoricalFeature, dim: int, config: DINConfig, numbers: Sequence[str] = ()) -> None:
         super().__init__()
-        self.name, self.target = feature.name, feature.table_name
+        self.name, self.target, self._numbers = feature.name, feature.table_name, list(numbers)
+        self.encode: SoftOneHotSum | None = None
+        if numbers:
+            self.encode = SoftOneHotSum(*config.side_soft_one_hot.arguments(len(numbers), dim))
+            start_short(self.encode)
         kind, max_length = config.kind(feature.name), config.max_length(feature.name, feature.max_ids_per_row)
         self.summary: nn.Module
         if kind == "transformer":
@@ -113,8 +125,16 @@ class History(nn.Module):
             self.summary = Pooled(kind == "mean", max_length)
         self._max_length = None if kind == "transformer" else max_length  # which leaves older tokens out itself
 
-    def forward(self, items: JaggedTensor, targets: Float[Tensor, "batch dim"]) -> Float[Tensor, "batch dim"]:
+    def forward(
+        self,
+        items: JaggedTensor,
+        targets: Float[Tensor, "batch dim"],
+        dense_sequences: KeyedJaggedTensor | None,
+    ) -> Float[Tensor, "batch dim"]:
         vectors, lengths = items.values(), items.lengths()
+        if self.encode is not None and dense_sequences is not None:
+            numbers = torch.stack([dense_sequences[name].values() for name in self._numbers], dim=1)
+            vectors = vectors + self.encode(numbers).to(vectors.dtype)
         if self._max_length is not None:
             vectors, lengths = last_tokens(vectors, lengths, self._max_length)
         summary: Tensor = self.summary(vectors, lengths, targets)
@@ -137,10 +157,12 @@ class Interests(nn.Module):
         self._names = [(history.name, history.target) for history in histories]
         self.histories = nn.ModuleList(histories)
 
-    def forward(self, embedded: Mapping[str, JaggedTensor]) -> Float[Tensor, "batch vectors dim"]:
+    def forward(
+        self, embedded: Mapping[str, JaggedTensor], dense_sequences: KeyedJaggedTensor | None
+    ) -> Float[Tensor, "batch vectors dim"]:
         items = {item: embedded[item].values() for item in self._items}
         interests = [
-            history(embedded[name], items[target])
+            history(embedded[name], items[target], dense_sequences)
             for history, (name, target) in zip(self.histories, self._names, strict=True)
         ]
         return torch.stack([*items.values(), *interests], dim=1)
@@ -165,19 +187,40 @@ class DIN(FeatureVectorModel):
             for feature in inputs.schema.categorical
             if feature.table_name in targets and feature.is_looked_up and not feature.multi_hot
         ]
-        self.interests = Interests(items, [History(feature, dim, config) for feature in found])
+        numbers = numbers_beside(inputs) if config.side_features else {}
+        self.interests = Interests(
+            items, [History(feature, dim, config, numbers.get(feature.name, ())) for feature in found]
+        )
         self.vector_names = [*self.vector_names, *items, *(feature.name for feature in found)]
         self.num_inputs = len(self.vector_names) * dim
         self.deep = MLP(self.num_inputs, [*config.deep, 1], last_is_linear=True, dropout=config.dropout)
 
     def forward(
-        self, dense_features: Float[Tensor, "batch dense"], sparse_features: KeyedJaggedTensor
+        self,
+        dense_features: Float[Tensor, "batch dense"],
+        sparse_features: KeyedJaggedTensor,
+        dense_sequences: KeyedJaggedTensor | None = None,
     ) -> Float[Tensor, " batch"]:
-        interests = self.interests(self.item_embeddings(sparse_features))
+        interests = self.interests(self.item_embeddings(sparse_features), dense_sequences)
         return self.logits(join([*self.feature_vectors(dense_features, sparse_features), interests]))
 
     def logits(self, vectors: Float[Tensor, "batch vectors dim"]) -> Float[Tensor, " batch"]:
         return self.deep(vectors.flatten(1)).squeeze(1)
+
+
+class DINWithNumbers(DIN):
+    """:class:`DIN` with lists of numbers beside histories."""
+
+    batch_fields = (*DIN.batch_fields, DENSE_SEQUENCES)
+
+
+def numbers_beside(inputs: ModelInputs) -> dict[str, list[str]]:
+    """Returns the names of the lists of numbers beside each history."""
+    schema = inputs.schema
+    return {
+        feature.name: [name for name in schema.dense_sequences if feature.name in schema.lists_beside(name)]
+        for feature in find_histories(inputs)
+    }
 
 
 def find_histories(inputs: ModelInputs) -> list[CategoricalFeature]:

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from distembed.base.names import STRICT
 from distembed.base.validation import Widths
-from distembed.models.config import FeatureVectorConfig, require_heads_divide
+from distembed.models.config import FeatureVectorConfig, SoftOneHotConfig, require_heads_divide
 
 if TYPE_CHECKING:
     from distembed.models.base import Model
@@ -39,6 +39,9 @@ class DINConfig(FeatureVectorConfig):
         num_blocks: Number of blocks of a transformer.
         num_heads: Number of heads of a transformer, each of an equal part of a vector.
         deep: Hidden sizes of the deep network.
+        side_features: Whether the model takes lists of numbers beside histories, such as time gaps.
+        side_soft_one_hot: The settings of the vectors of these numbers. The default is for the logarithm of a time in
+            seconds: 20 bins up to 15 years.
     """
 
     name: Literal["din"] = "din"
@@ -48,6 +51,10 @@ class DINConfig(FeatureVectorConfig):
     num_blocks: Annotated[int, Field(gt=0, le=1000)] = 1
     num_heads: Annotated[int, Field(gt=0, le=1000)] = 1
     deep: Widths = field(default_factory=lambda: [512, 256])
+    side_features: bool = True
+    side_soft_one_hot: SoftOneHotConfig = field(
+        default_factory=lambda: SoftOneHotConfig(bins=20, value_range=[0.0, 20.0])
+    )
 
     def kind(self, history: str) -> HistoryKind:
         """Returns how the items of a history become one vector."""
@@ -60,7 +67,8 @@ class DINConfig(FeatureVectorConfig):
 
     def build(self, inputs: "ModelInputs") -> "Model":
         """Builds the model over all features of the dataset, which needs at least one history."""
-        from distembed.models.din import DIN
+        from distembed.models.din import DIN, DINWithNumbers, numbers_beside
 
         require_heads_divide(self.num_heads, inputs.embedding_dim)
-        return DIN(inputs, self)
+        has_numbers = self.side_features and any(numbers_beside(inputs).values())
+        return (DINWithNumbers if has_numbers else DIN)(inputs, self)

@@ -26,6 +26,8 @@ from torch import Tensor, nn
 from distembed.base.errors import UserError
 from distembed.models.config import LARGEST_NUMBER
 
+_SHORT_DEVIATION = 0.01
+
 
 class SoftOneHot(nn.Module):
     """Maps numbers [..., F] to vectors [..., F, D], each feature by bins of its own, all in one batched product.
@@ -106,6 +108,12 @@ class SoftOneHotSum(SoftOneHot):
             shares, missing = self._shares(numbers)
             sums = self.vectors.flatten(0, 1).t() @ shares.flatten(0, 1) + self.missing.t() @ missing
         return sums.t().reshape(*numbers.shape[:-1], sums.shape[0])
+
+
+def start_short(encoder: SoftOneHot) -> None:
+    """Draws the vectors of an encoder from N(0, 0.01^2), as short as a table's, to be added to a table's vectors."""
+    for vectors in (encoder.vectors, encoder.missing):
+        nn.init.normal_(vectors, std=_SHORT_DEVIATION)
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager[Any]:

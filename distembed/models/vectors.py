@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -38,7 +39,7 @@ class FeatureVectorModel(Model):
         UserError: There is no categorical feature.
     """
 
-    batch_fields = (DENSE_FEATURES, SPARSE_FEATURES)
+    batch_fields: ClassVar[tuple[str, ...]] = (DENSE_FEATURES, SPARSE_FEATURES)
 
     def __init__(
         self, inputs: ModelInputs, soft_one_hot: SoftOneHotConfig, tables: Sequence[str] | None = None

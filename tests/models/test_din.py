@@ -1,5 +1,6 @@
 """DIN against its equations, written out row by row in float64, with gradients; histories found in the schema."""
 
+import dataclasses
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -13,7 +14,7 @@ from distembed.base.errors import UserError
 from distembed.data.dataset.schema import CategoricalFeature, Schema
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingCollection
 from distembed.embedding.settings import EmbeddingConfig, TableConfig
-from distembed.models import ModelInputs
+from distembed.models import ModelInputs, SoftOneHotConfig
 from distembed.models.din import DIN
 from distembed.models.din_config import DINConfig
 from distembed.models.sequences import as_on_cuda
@@ -148,6 +149,69 @@ def test_histories_have_kinds_and_lengths_of_their_own(on_cuda: bool) -> None:
     with as_on_cuda() if on_cuda else nullcontext():
         found = model(torch.empty(3, 0), jagged(ids))
     assert_equal_with_gradients(model, found, expected())
+
+
+NUMBERS = {
+    "gap": [[0.5, 3.0, float("nan")], [], [7.0]],
+    "stars": [[4.0, 5.0, 1.0], [], [2.0]],
+    "price": [[], [], [1, float("nan")]],
+}
+
+
+@pytest.mark.parametrize("kind", ["attention", "mean", "transformer"])
+@pytest.mark.parametrize("on_cuda", [False, True])
+def test_vectors_of_numbers_are_added_to_those_of_items(kind: Any, on_cuda: bool) -> None:
+    schema = Schema(
+        None,
+        (),
+        (ITEM, CLICKED, BOUGHT),
+        dense_sequences=("gap", "stars", "price"),
+        beside=("clicked", "clicked", "bought"),
+        missing_dense=True,
+    )
+    soft_one_hot = SoftOneHotConfig(bins=3, value_range=[0, 4])
+    config = DINConfig(history=kind, history_length=2, attention=[5], deep=[6], side_soft_one_hot=soft_one_hot)
+    model = build(config, schema).eval()
+    assert "dense_sequences" in model.batch_fields
+    names = {"clicked": ["gap", "stars"], "bought": ["price"]}
+    ids = {name: IDS[name] for name in ("item", *names)}
+
+    def encoded(encode: nn.Module, place: int, number: float) -> Tensor:
+        if number != number:
+            return encode.missing[place]
+        shares = torch.softmax(number * encode.weights[place] + encode.biases[place], 0)
+        return shares @ encode.vectors[place]
+
+    def expected() -> Tensor:
+        vectors = {name: model.item_embeddings(jagged(ids)).get(name).values() for name in ids}
+        logits = []
+        for row in range(3):
+            (t,) = jagged_rows(vectors["item"], ids["item"])[row]
+            parts = [t]
+            for history in model.interests.histories:
+                own = list(jagged_rows(vectors[history.name], ids[history.name])[row])
+                for place, name in enumerate(names[history.name]):
+                    for j, number in enumerate(NUMBERS[name][row]):
+                        own[j] = own[j] + encoded(history.encode, place, number)
+                own = own[-2:]
+                tokens = torch.stack(own) if own else torch.zeros(0, DIM, dtype=torch.float64)
+                parts.append(history.summary(tokens, torch.tensor([len(own)]), t.unsqueeze(0))[0])
+            logits.append(network(model.deep, torch.cat(parts))[0])
+        return torch.stack(logits)
+
+    with as_on_cuda() if on_cuda else nullcontext():
+        found = model(torch.empty(3, 0), jagged(ids), jagged_numbers(NUMBERS))
+    assert_equal_with_gradients(model, found, expected())
+    plain = build(dataclasses.replace(config, side_features=False), schema)
+    assert "dense_sequences" not in plain.batch_fields and all(
+        each.encode is None for each in plain.interests.histories
+    )
+
+
+def jagged_numbers(columns: dict[str, list[list[float]]]) -> KeyedJaggedTensor:
+    values = [value for column in columns.values() for row in column for value in row]
+    lengths = [len(row) for column in columns.values() for row in column]
+    return KeyedJaggedTensor(list(columns), torch.tensor(values, dtype=torch.float64), lengths=torch.tensor(lengths))
 
 
 def test_a_transformer_is_as_long_as_the_config_the_dataset_or_fifty() -> None:
