@@ -84,7 +84,71 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     model = exported(run, folder / "model")
     example = runpy.run_path(str(model / "serving_example.py"))["score"]
     loaded, trained = distembed.load(run), find_trained_run(run, None)
-    return SimpleNamespace(model=loaded, run=trained, app=served(model), example=example, folder=folder)
+    names = {"code_list": "codes"}
+    return SimpleNamespace(model=loaded, run=trained, app=served(model), example=example, folder=folder, names=names)
+
+
+HISTORY_SCHEMA: dict[str, Any] = {
+    "label": {"column": "click"},
+    "dense": {
+        "price": {"missing": "keep"},
+        "gaps": {"column": "times", "beside": "seen", "separator": " ", "gap_to": "at", "transform": "log"},
+        "stars": {"beside": "bought", "missing": "keep"},
+    },
+    "categorical": {
+        "item": {"kind": "integer", "min_count": 1},
+        "seen": {"kind": "integer", "separator": " ", "max_length": 3, "vocabulary": "item"},
+        "bought": {"kind": "integer", "is_list": True, "vocabulary": "item"},
+    },
+    "split": "0.8,0.1,0.1",
+    "text": {"missing_values": ["", "NA", "-3"]},
+}
+HISTORY_ROW: Row = {
+    **{"price": 2.5, "item": 3, "seen": "1 2 NA 3 4", "times": "0 10 20 30.5 40", "at": 50, "bought": [7, 1]},
+    "stars": [4.5, None],
+}
+HISTORY_VALUES: dict[str, list[Any]] = {
+    "seen": ["1 2 3 4 5", "1 2 3 NA NA", "1 2", "", None, [1, 2, 3, 4, 5], [1, None, 3, "NA", "5"], "1  2 3 4", "NA"],
+    "times": ["5 4 3 2 1", "1 2", "", "NA", None, [0, 10, 20, 30, 40], [1, "2", None, 4, 5.5], "1 x 3 4 5", "a"],
+    "at": [None, "NA", -100, 1e300, "much", 40.25],
+    "bought": [[], None, [7], 7, "7", [None, 7], ["NA", 1], [7, "x"]],
+    "stars": [[], None, [1.0], 1, "NA", [None, None], [1e39, 1], ["2", "3"], ["x", 1], [[1], 2], float("nan")],
+}
+
+
+@pytest.fixture(scope="module")
+def history_paths(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """The same of a model of histories with numbers."""
+    folder = tmp_path_factory.mktemp("histories")
+    rows = [
+        {
+            **HISTORY_ROW,
+            "click": place % 3 % 2,
+            "item": place % 9,
+            "seen": " ".join(map(str, range(1, 6))),
+            "price": place,
+        }
+        for place in range(120)
+    ]
+    din = {"name": "din", "attention": [8], "deep": [8], "side_soft_one_hot": {"bins": 5, "value_range": [0, 5]}}
+    run = trained_run(folder, HISTORY_SCHEMA, rows=rows, model=din)
+    model = exported(run, folder / "model")
+    example = runpy.run_path(str(model / "serving_example.py"))["score"]
+    loaded, trained = distembed.load(run), find_trained_run(run, None)
+    names = {"times": "gaps"}
+    return SimpleNamespace(model=loaded, run=trained, app=served(model), example=example, folder=folder, names=names)
+
+
+@pytest.mark.thorough
+def test_histories_have_one_answer_in_every_path(history_paths: SimpleNamespace) -> None:
+    require_one_answer(history_paths, [HISTORY_ROW])
+    assert by_predict(history_paths, [HISTORY_ROW])[0] != by_predict(history_paths, [{**HISTORY_ROW, "at": 500}])[0]
+    for name, values in HISTORY_VALUES.items():
+        require_one_answer(history_paths, [{**HISTORY_ROW, name: value} for value in values])
+    both = [{**HISTORY_ROW, "seen": seen, "times": "1 2"} for seen in HISTORY_VALUES["seen"]]
+    require_one_answer(history_paths, both)
+    both = [{**HISTORY_ROW, "bought": bought, "stars": [3.0]} for bought in HISTORY_VALUES["bought"][:-1]]
+    require_one_answer(history_paths, both)
 
 
 def by_predict(paths: SimpleNamespace, rows: Any) -> Answers:
@@ -140,7 +204,7 @@ def _all_pieces(inputs: RawInputs) -> Iterator[ScoredPiece]:
 
 
 def by_example(paths: SimpleNamespace, row: Row) -> Any:
-    feature_row = {("codes" if name == "code_list" else name): value for name, value in row.items()}
+    feature_row = {paths.names.get(name, name): value for name, value in row.items()}
     try:
         return paths.example([feature_row]).item()
     except ValueError as error:
@@ -197,7 +261,7 @@ def require_one_answer(paths: SimpleNamespace, rows: list[Row]) -> None:
     reasons = [refusals(paths, row) for row in rows]
     assert [not reason for reason in reasons] == [answer is not None for answer in alone]
     agree(by_predict(paths, rows), alone, rows)
-    agree(by_predict(paths, {name: [row[name] for row in rows] for name in COLUMNS}), alone, rows)
+    agree(by_predict(paths, {name: [row[name] for row in rows] for name in rows[0]}), alone, rows)
     agree(by_server(paths, rows), alone, rows)
     assert refused_by_server(paths, rows) == reasons
     lines = "".join(f"{json.dumps(row)}\n" for row in rows)
@@ -205,7 +269,9 @@ def require_one_answer(paths: SimpleNamespace, rows: list[Row]) -> None:
     for row, answer, reason in zip(rows, alone, reasons, strict=True):
         own = by_example(paths, row)
         if answer is None:
-            named = reason.partition(":")[0].replace("code_list", "codes")
+            named = reason.partition(":")[0]
+            for name, feature in paths.names.items():
+                named = named.replace(name, feature)
             assert isinstance(own, str) and f"column {named}" in own, (row, own)
         else:
             agree([own], [answer], [row])

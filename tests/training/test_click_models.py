@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,20 +21,24 @@ MODEL_SETTINGS = {
     "finalmlp": "first: {sizes: [16], gated_by: [C1, M]}, second: {sizes: [8]}, gate: [8], num_heads: 2",
     "din": "attention: [8], deep: [16]",
 }
+MORE_SETTINGS = ["history: transformer, deep: [16]", "history: {H: mean}, history_length: {H: 3}, deep: [16]"]
 
 
 def with_history(split: str, table: pa.Table) -> pa.Table:
-    """Adds a list of ids of C2's table to each row."""
+    """Adds a list of ids of C2's table to each row, and a list of as many numbers, some of them missing."""
     rng = np.random.default_rng(len(split))
     lists = [rng.integers(0, 400, rng.integers(0, 5)).tolist() for _ in range(len(table))]
-    return table.append_column("H", pa.array(lists, pa.list_(pa.int32())))
+    numbers = [[None if rng.random() < 0.1 else float(rng.normal()) for _ in ids] for ids in lists]
+    table = table.append_column("H", pa.array(lists, pa.list_(pa.int32())))
+    return table.append_column("G", pa.array(numbers, pa.list_(pa.float32())))
 
 
 @pytest.fixture(scope="module")
 def config_with_history(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("history")
     history = CategoricalFeature("H", 400, True, 2.0, table="C2")
-    dataset = write_dataset(folder / "dataset", change=with_history, more=[history])
+    numbers: dict[str, Any] = {"dense_sequences": ("G",), "beside": ("H",), "missing_dense": True}
+    dataset = write_dataset(folder / "dataset", change=with_history, more=[history], **numbers)
     values = config_values(dataset)
     values |= {"sse": {"default": {"p0": 0.05}}}
     del values["model"]
@@ -50,12 +55,14 @@ def test_every_model_is_trained() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", MODEL_SETTINGS)
+@pytest.mark.parametrize(
+    ("name", "model_settings"), [*MODEL_SETTINGS.items(), *(("din", more) for more in MORE_SETTINGS)]
+)
 def test_two_ranks_train_as_one_and_a_resumed_run_as_an_uninterrupted_one(
-    name: str, config_with_history: Path, tmp_path: Path
+    name: str, model_settings: str, config_with_history: Path, tmp_path: Path
 ) -> None:
     one, two, resumed = (tmp_path / run for run in ("one", "two", "resumed"))
-    model = f"model={{name: {name}, dropout: 0.0, {MODEL_SETTINGS[name]}}}"
+    model = f"model={{name: {name}, dropout: 0.0, {model_settings}}}"
     settings = (config_with_history, model, "train.max_steps=8", "train.checkpoint_every=3")
     call("train", *settings, "--run-dir", one)
     # draws of SSE depend on the rank, so two ranks are compared without it
@@ -71,7 +78,14 @@ def test_two_ranks_train_as_one_and_a_resumed_run_as_an_uninterrupted_one(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("name", "more"), [("finalmlp", ""), ("din", ""), ("din", ", history: transformer, history_length: 3")]
+    ("name", "more"),
+    [
+        ("finalmlp", ""),
+        ("din", ""),
+        ("din", ", history: transformer, history_length: 3"),
+        ("din", ", history: mean, history_length: 2"),
+        ("din", ", side_features: false"),
+    ],
 )
 def test_exported_models_predict_as_the_run_does(
     name: str, more: str, config_with_history: Path, tmp_path: Path
@@ -79,7 +93,7 @@ def test_exported_models_predict_as_the_run_does(
     run = tmp_path / "run"
     model = f"model={{name: {name}, {MODEL_SETTINGS[name]}{more}}}"
     call("train", config_with_history, model, "train.max_steps=3", "--run-dir", run)
-    call("export", run, "--output", tmp_path / "model")
+    call("export", run, "--output", tmp_path / "model", *["--compile"] * ("length" in more))
     parity = json.loads((tmp_path / "model" / "manifest.json").read_text())["parity"]
     assert parity["rows"] > 0
     assert parity["largest_difference"] < 1e-6

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -139,13 +140,17 @@ class TableColumns:
 
 
 def as_lists(column: pa.Array, separator: str | None) -> pa.Array:
-    """Converts a column to lists: splits texts at the separator; without one, each value is a list of one entry."""
+    """Converts a column to lists: splits texts at the separator; without one, each value is a list of one entry.
+
+    A missing value is an empty list, or null.
+    """
     if type_kind(column.type) == LIST:
         return column
-    if separator is None:
-        return pa.ListArray.from_arrays(pa.array(range(len(column) + 1), pa.int32()), column)
     if pa.types.is_floating(column.type):
         column = pc.if_else(pc.is_nan(column), pa.scalar(None, column.type), column)  # missing, and no text
+    if separator is None:
+        is_there = column.is_valid().to_numpy(zero_copy_only=False)
+        return pa.ListArray.from_arrays(pa.array(np.append(0, np.cumsum(is_there)), pa.int32()), column.drop_null())
     return pc.split_pattern(column.cast(pa.string()), separator)
 
 
@@ -185,7 +190,8 @@ def plain_array(column: pa.Array) -> pa.Array:
         return column
     column = column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
     if type_kind(column.type) == LIST:
-        lists = column.cast(pa.list_(column.type.value_type))
+        # Arrow's cast of a list to its own type loses entries that are all null
+        lists = column if pa.types.is_list(column.type) else column.cast(pa.list_(column.type.value_type))
         values = plain_array(lists.flatten())
         # flatten() leaves out the values of null lists, so offsets are computed from the lengths
         ends = pc.cumulative_sum(pc.fill_null(pc.list_value_length(lists), 0)).cast(pa.int32())

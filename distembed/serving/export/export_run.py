@@ -45,6 +45,7 @@ from distembed.serving.model_folder.manifest import (
     ExportedFeature,
     ExportedNumber,
     ExportedProgram,
+    ExportedSequence,
     ExportedTable,
     ExportManifest,
     Parity,
@@ -139,6 +140,7 @@ def export_run(run: TrainedRun, output: Path, options: ExportOptions, data: str 
             folder, Path(run.dataset), run.manifest, [each.name for each in model.features]
         )
         numbers, features = column_changes(run.manifest)
+        sequences = model.sequences if isinstance(model, ScoredModel) else ()
         manifest = ExportManifest(
             task=run.config.task.name,
             model=run.config.model.name,
@@ -147,7 +149,8 @@ def export_run(run: TrainedRun, output: Path, options: ExportOptions, data: str 
             network=programs[0],
             shards=programs[1:],
             features=_features(model, vocabularies, features),
-            numbers=[ExportedNumber(*number_change) for number_change in numbers.items() if model.takes_numbers],
+            numbers=[ExportedNumber(name, numbers[name]) for name in run.manifest.schema.dense if model.takes_numbers],
+            sequences=[ExportedSequence(each.name, each.beside, numbers[each.name]) for each in sequences],
             tables=_tables(model.tables, storage, shards),
             parity=Parity(0, 0.0),
             versions={"distembed": __version__, "torch": torch.__version__},
@@ -157,7 +160,8 @@ def export_run(run: TrainedRun, output: Path, options: ExportOptions, data: str 
         check = _check(trained, model, load_programs(folder, manifest), options.precision)
         rows = SplitRows.find(data or run.config.data.require_path())
         batch, parity = _compare(check, rows, options.metric_rows)
-        write_sample(folder, model.inputs(batch).tensors, check.outputs(batch), manifest.features, manifest.numbers)
+        columns = (manifest.features, manifest.numbers, manifest.sequences)
+        write_sample(folder, model.inputs(batch).tensors, check.outputs(batch), *columns)
         shutil.copyfile(Path(__file__).with_name(EXAMPLE_NAME), folder / EXAMPLE_NAME)
         manifest = dataclasses.replace(manifest, parity=parity)
         if options.compile:

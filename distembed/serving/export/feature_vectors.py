@@ -5,6 +5,8 @@ The ids of a batch are two tensors, feature after feature and of each row after 
     features    C1 (one a row)    C2 (one a row)    genres (a list)
     values      17   4   17       3   9   5         8 1 | | 2            int64 [ids]
     lengths      1   1    1       1   1   1         2     0   1          int64 [features, batch]
+
+Lists of numbers are one tensor in the same order: with one column beside genres it has 3 numbers here.
 """
 
 from __future__ import annotations
@@ -18,13 +20,13 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from distembed.data.dataset.schema import DENSE_FEATURES, SPARSE_FEATURES
+from distembed.data.dataset.schema import DENSE_FEATURES, DENSE_SEQUENCES, SPARSE_FEATURES
 from distembed.data.reader import Batch
 from distembed.embedding import CompositionalEmbeddingBagConfig, CompositionalEmbeddingCollection
 from distembed.embedding.bag import pool
 from distembed.serving.export.programs import ANY, BATCH, ProgramInputs
 from distembed.serving.export.table_groups import ExportStorage, StoredTable, TableGroup, stored_table
-from distembed.serving.model_folder.manifest import ExportedFeature
+from distembed.serving.model_folder.manifest import ExportedFeature, ExportedSequence
 
 
 @dataclass(frozen=True)
@@ -35,20 +37,36 @@ class PlainFeature:
     is_list: bool
 
 
+@dataclass(frozen=True)
+class PlainSequence:
+    """A column of lists of numbers of a batch, one for each id of the feature ``beside``."""
+
+    name: str
+    beside: str
+
+
 Feature = PlainFeature | ExportedFeature
+Sequences = Sequence[PlainSequence] | Sequence[ExportedSequence]
 
 
-def plain_inputs(batch: Batch, features: Sequence[Feature], takes_numbers: bool) -> ProgramInputs:
+def plain_inputs(
+    batch: Batch, features: Sequence[Feature], takes_numbers: bool, sequences: Sequences = ()
+) -> ProgramInputs:
     """Returns the ids of some features of a batch, and its numbers if asked for, with the sizes that vary in calls."""
     # B rows: with one id a row there are len(features) * B ids, which torch.export knows to be tied to B
     has_lists = any(feature.is_list for feature in features)
     num_ids = ANY if has_lists else BATCH if len(features) == 1 else len(features) * BATCH
     dynamic = {"values": {0: num_ids}, "lengths": {1: BATCH}}
     dynamic |= {"dense": {0: BATCH}} if takes_numbers else {}
-    return ProgramInputs(plain_tensors(batch, features, takes_numbers), dynamic)
+    dynamic |= {"sequences": {0: ANY}} if sequences else {}
+    names = [feature.name for feature in features]
+    beside = [names.index(sequence.beside) for sequence in sequences]
+    return ProgramInputs(plain_tensors(batch, features, takes_numbers, sequences), dynamic, beside)
 
 
-def plain_tensors(batch: Batch, features: Sequence[Feature], takes_numbers: bool) -> dict[str, Tensor]:
+def plain_tensors(
+    batch: Batch, features: Sequence[Feature], takes_numbers: bool, sequences: Sequences = ()
+) -> dict[str, Tensor]:
     """Returns the tensors of :func:`plain_inputs` without the varying sizes, in a hundredth of the time."""
     ids = batch[SPARSE_FEATURES]
     assert isinstance(ids, KeyedJaggedTensor)
@@ -64,6 +82,10 @@ def plain_tensors(batch: Batch, features: Sequence[Feature], takes_numbers: bool
         numbers = batch[DENSE_FEATURES]
         assert isinstance(numbers, Tensor)
         tensors["dense"] = numbers
+    if sequences:
+        lists = batch[DENSE_SEQUENCES]
+        assert isinstance(lists, KeyedJaggedTensor)
+        tensors["sequences"] = torch.cat([lists[sequence.name].values() for sequence in sequences])
     return tensors
 
 
@@ -97,6 +119,7 @@ class PlainFeatures:
     ) -> None:
         self._indices = {feature.name: index for index, feature in enumerate(features)}
         self._features, self.values, self.lengths = features, values, lengths
+        self._places: dict[str, Int64[Tensor, " ids"]] = {}
         self._has_lists = any(feature.is_list for feature in features)
         single = [index for index, feature in enumerate(features) if not feature.is_list]
         torch._assert_async((lengths[single] == 1).all(), "a feature with one id a row has rows with another number")
@@ -118,10 +141,15 @@ class PlainFeatures:
     def list_ids(self, name: str) -> Jagged:
         """Returns the ids of a list."""
         index = self._indices[name]
-        lengths = self.lengths[index]
-        num_ids: Any = lengths.sum().item()
-        torch._check(num_ids >= 0)
-        return Jagged(self.values[self._starts[index] + torch.arange(num_ids)], lengths)
+        return Jagged(self.values[self._starts[index] + self.places(name)], self.lengths[index])
+
+    def places(self, name: str) -> Int64[Tensor, " ids"]:
+        """Returns 0, 1, ... for the ids of a list; one tensor, so that a program knows the numbers of ids as equal."""
+        if name not in self._places:
+            num_ids: Any = self.lengths[self._indices[name]].sum().item()
+            torch._check(num_ids >= 0)
+            self._places[name] = torch.arange(num_ids)
+        return self._places[name]
 
     def recent(self, name: str, most: int) -> Int64[Tensor, "batch most"]:
         """Returns the last ``most`` ids of each row of a list; a shorter row repeats its last id.
@@ -140,6 +168,10 @@ class PlainFeatures:
         padded = torch.cat([self.values, torch.zeros(1, dtype=torch.int64)])
         return padded[first_positions.unsqueeze(1) + offsets]
 
+    def row_lengths(self, name: str) -> Int64[Tensor, " batch"]:
+        """Returns the number of ids of each row of a feature."""
+        return self.lengths[self._indices[name]]
+
     def rows_of(self, name: str) -> tuple[Int64[Tensor, " ids"], Bool[Tensor, " ids"]]:
         """Returns, for each id in ``values``, its row and whether it belongs to the feature ``name``."""
         num_rows = self.lengths.shape[1]
@@ -152,6 +184,28 @@ class PlainFeatures:
         if self._features[self._indices[name]].is_list:
             return self.list_ids(name)
         return Jagged(self.single_ids([name])[0], self.lengths[self._indices[name]])
+
+
+class PlainSequences:
+    """The lists of numbers of a batch in place of a KeyedJaggedTensor: a column after the other, each row after row.
+
+    Refuses numbers that are not as many as the ids beside them.
+    """
+
+    def __init__(
+        self, sequences: Sequence[PlainSequence], features: PlainFeatures, numbers: Float[Tensor, " numbers"]
+    ) -> None:
+        self._features, self._numbers = features, numbers
+        self._beside = {sequence.name: sequence.beside for sequence in sequences}
+        counts = torch.stack([features.row_lengths(sequence.beside).sum() for sequence in sequences])
+        torch._assert_async(counts.sum() == numbers.shape[0], "sequences have not a number for each id beside them")
+        self._starts = dict(zip(self._beside, (counts.cumsum(0) - counts).unbind(0), strict=True))
+
+    def __getitem__(self, name: str) -> Jagged:
+        """Returns the numbers of a column."""
+        beside = self._beside[name]
+        numbers = self._numbers[self._starts[name] + self._features.places(beside)]
+        return Jagged(numbers, self._features.row_lengths(beside))
 
 
 class FeatureVectors(nn.Module):

@@ -25,7 +25,16 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from distembed.base.errors import RunError
 from distembed.data.dataset.manifest import Manifest
-from distembed.data.dataset.schema import DENSE_FEATURES, ITEM, ITEM_TARGET, LABELS, SPARSE_FEATURES, WEIGHTS, Schema
+from distembed.data.dataset.schema import (
+    DENSE_FEATURES,
+    DENSE_SEQUENCES,
+    ITEM,
+    ITEM_TARGET,
+    LABELS,
+    SPARSE_FEATURES,
+    WEIGHTS,
+    Schema,
+)
 from distembed.data.reader import Batch, BatchOrder, BatchReader
 from distembed.serving.export.recommenders import RecommendingModel
 from distembed.serving.export.score_program import ScoredModel
@@ -92,7 +101,11 @@ def made_up_batch(schema: Schema, num_rows: int, seed: int = 0) -> Batch:
         ids.append(torch.randint(0, feature.num_embeddings, (int(row_lengths.sum()),), generator=generator))
     features = KeyedJaggedTensor(list(schema.categorical_names), torch.cat(ids), lengths=torch.cat(lengths))
     dense = torch.rand(num_rows, len(schema.dense), generator=generator)
-    fields = {DENSE_FEATURES: dense, SPARSE_FEATURES: features}
+    fields: dict[str, Tensor | KeyedJaggedTensor] = {DENSE_FEATURES: dense, SPARSE_FEATURES: features}
+    if schema.dense_sequences:
+        beside = torch.cat([features[schema.lists_beside(name)[0]].lengths() for name in schema.dense_sequences])
+        numbers = torch.rand(int(beside.sum()), generator=generator)
+        fields[DENSE_SEQUENCES] = KeyedJaggedTensor(list(schema.dense_sequences), numbers, lengths=beside)
     targets = (field for field in schema.fields if field.name in (LABELS, WEIGHTS))
     fields |= {field.name: torch.zeros(field.shape(num_rows)) for field in targets}
     return Batch(fields, num_rows)

@@ -11,7 +11,7 @@ import json
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,11 +35,13 @@ COMPILED = "compiled/network.pt2"
 class ProgramInputs:
     """Inputs of a program by name, in their order, and for ``torch.export`` the dimensions that differ between calls.
 
-    They have at least two rows, since torch takes a size of one as constant.
+    They have at least two rows, since torch takes a size of one as constant. ``beside`` has, for each column of lists
+    of numbers, the place in ``lengths`` of the feature with as many ids.
     """
 
     tensors: Mapping[str, Tensor]
     dynamic: Mapping[str, Mapping[int, Any]]
+    beside: Sequence[int] = ()
 
 
 BATCH = torch.export.Dim("batch")
@@ -135,7 +137,10 @@ def require_running(file: Path, inputs: ProgramInputs) -> None:
     """
     shapes = {name: list(tensor.shape) for name, tensor in inputs.tensors.items()}
     process = subprocess.run(
-        [sys.executable, "-m", "distembed.serving.model_folder.compiled", str(file), json.dumps(shapes)],
+        [
+            *(sys.executable, "-m", "distembed.serving.model_folder.compiled"),
+            *(str(file), json.dumps(shapes), json.dumps(list(inputs.beside))),
+        ],
         input=json.dumps({name: tensor.tolist() for name, tensor in inputs.tensors.items()}),
         capture_output=True,
         text=True,

@@ -17,7 +17,7 @@ from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.table.encoder import raw_schema
 from distembed.data.table.vocabulary import FIRST_ID, MISSING_ID, raw_values
-from distembed.serving.model_folder.manifest import ExportedFeature, ExportedNumber
+from distembed.serving.model_folder.manifest import ExportedFeature, ExportedNumber, ExportedSequence
 from distembed.serving.model_folder.reading import SAMPLE_NAME
 
 Change = Mapping[str, Any]
@@ -27,12 +27,12 @@ _CANDIDATES = 100
 
 
 def column_changes(manifest: Manifest) -> tuple[dict[str, Change], dict[str, Change]]:
-    """Returns the :data:`Change` of each column of numbers, and of each categorical feature, by name.
+    """Returns the :data:`Change` of each column of numbers or lists of them, and of each categorical feature, by name.
 
     A change joins the column's settings in the schema with the values learnt in preparation, for example a mean.
     """
     learnt: Mapping[str, Change] = manifest.preparation.get("learnt", {})
-    numbers = {name: learnt.get(name, {}) for name in manifest.schema.dense}
+    numbers = {name: learnt.get(name, {}) for name in (*manifest.schema.dense, *manifest.schema.dense_sequences)}
     features = {name: learnt.get(name, {}) for name in manifest.schema.categorical_names}
     try:
         schema = raw_schema(manifest)
@@ -80,6 +80,7 @@ def write_sample(
     outputs: Mapping[str, Sequence[Any]],
     features: Sequence[ExportedFeature],
     numbers: Sequence[ExportedNumber],
+    sequences: Sequence[ExportedSequence] = (),
 ) -> None:
     """Writes ``sample.json``: rows with their raw values, ids, numbers and outputs, to check an installation.
 
@@ -91,7 +92,8 @@ def write_sample(
 
     A row has a value for each feature and each number, by its name in the dataset. Null is a missing value. A feature
     with a vocabulary has a raw value of the vocabulary, or a value of its kind that the vocabulary lacks; bins have a
-    number in the bin, and any other feature has the id. A number is a raw number that becomes the given one.
+    number in the bin, and any other feature has the id. A number is a raw number that becomes the given one. A column
+    that numbers of lists are subtracted from has the number 0 unless it is a number of the row itself.
     """
     ids_by_feature = inputs["values"].split(inputs["lengths"].sum(1).tolist())
     rows: list[dict[str, Any]] = [{} for _ in range(inputs["lengths"].shape[1])]
@@ -105,6 +107,19 @@ def write_sample(
     for index, number in enumerate(numbers):
         for row, value in zip(rows, inputs["dense"][:, index].tolist(), strict=True):
             row[number.name] = _raw_number(number.change, value)
+    start = 0
+    for sequence in sequences:
+        index = [feature.name for feature in features].index(sequence.beside)
+        end_column = sequence.change.get("gap_to")
+        for row, length in zip(rows, inputs["lengths"][index].tolist(), strict=True):
+            raw_numbers = [
+                _raw_number(sequence.change, value) for value in inputs["sequences"][start : start + length].tolist()
+            ]
+            if end_column is not None:
+                end = row.setdefault(end_column, 0.0)
+                raw_numbers = [None if number is None or end is None else end - number for number in raw_numbers]
+            row[sequence.name] = raw_numbers
+            start += length
     plain = {name: tensor.tolist() for name, tensor in inputs.items()}
     values = {**plain, "outputs": {name: list(column) for name, column in outputs.items()}, "rows": rows}
     (folder / SAMPLE_NAME).write_text(json.dumps(values) + "\n", encoding="utf-8")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from distembed.base.errors import UserError
-from distembed.data.dataset.schema import DENSE_FEATURES, SPARSE_FEATURES, Schema
+from distembed.data.dataset.schema import DENSE_FEATURES, DENSE_SEQUENCES, SPARSE_FEATURES, Schema
 from distembed.data.reader import Batch
 from distembed.embedding import (
     CompositionalEmbeddingBagCollection,
@@ -31,6 +31,8 @@ from distembed.serving.export.feature_vectors import (
     IdVectors,
     PlainFeature,
     PlainFeatures,
+    PlainSequence,
+    PlainSequences,
     plain_inputs,
 )
 from distembed.serving.export.programs import ProgramInputs
@@ -38,7 +40,7 @@ from distembed.serving.export.table_groups import ExportStorage
 from distembed.tasks import Task
 
 Collection = CompositionalEmbeddingBagCollection | CompositionalEmbeddingCollection
-_FIELDS = {DENSE_FEATURES, SPARSE_FEATURES}
+_FIELDS = {DENSE_FEATURES, DENSE_SEQUENCES, SPARSE_FEATURES}
 
 
 class ScoreProgram(nn.Module):
@@ -49,20 +51,26 @@ class ScoreProgram(nn.Module):
     example a probability.
     """
 
-    def __init__(self, model: Model, task: Task, features: Sequence[PlainFeature]) -> None:
+    def __init__(
+        self, model: Model, task: Task, features: Sequence[PlainFeature], sequences: Sequence[PlainSequence] = ()
+    ) -> None:
         super().__init__()
         self.model = model
-        self._task, self._features = task, features
+        self._task, self._features, self._sequences = task, features, sequences
 
     def forward(
         self,
         values: Int64[Tensor, " ids"],
         lengths: Int64[Tensor, "features batch"],
         dense: Float[Tensor, "batch numbers"] | None = None,
+        sequences: Float[Tensor, " numbers"] | None = None,
     ) -> Float[Tensor, " batch"] | tuple[Float[Tensor, " batch"], ...]:
         """Returns the score of each row, or a tensor for each of the task's ``scores``."""
-        numbers = torch.empty(lengths.shape[1], 0) if dense is None else dense
-        fields = {SPARSE_FEATURES: PlainFeatures(self._features, values, lengths), DENSE_FEATURES: numbers}
+        features = PlainFeatures(self._features, values, lengths)
+        fields: dict[str, Any] = {SPARSE_FEATURES: features}
+        fields[DENSE_FEATURES] = torch.empty(lengths.shape[1], 0) if dense is None else dense
+        if sequences is not None:
+            fields[DENSE_SEQUENCES] = PlainSequences(self._sequences, features, sequences)
         return _program_outputs(self._task, self.model(*[fields[name] for name in self.model.batch_fields]))
 
 
@@ -135,6 +143,7 @@ class ScoredModel:
     collections: Mapping[str, Collection]
     features: Sequence[PlainFeature]
     takes_numbers: bool
+    sequences: Sequence[PlainSequence] = ()
 
     @classmethod
     def of(cls, model: Model, task: Task, schema: Schema) -> ScoredModel:
@@ -159,8 +168,18 @@ class ScoredModel:
             collections[path] = module
         read = {name for module in collections.values() for table in module.tables() for name in table.feature_names}
         features = [PlainFeature(ids.name, ids.multi_hot) for ids in schema.categorical if ids.name in read]
-        takes_numbers = DENSE_FEATURES in model.batch_fields and len(schema.dense) > 0
-        return cls(model, task, collections, features, takes_numbers)
+        takes_lists = DENSE_SEQUENCES in model.batch_fields
+        sequences = [
+            PlainSequence(name, schema.lists_beside(name)[0]) for name in schema.dense_sequences if takes_lists
+        ]
+        for name in {sequence.beside for sequence in sequences} - read:
+            raise UserError(
+                f"{type(model).__name__} takes numbers beside {name!r}, which it does not look up; exported models "
+                "know how many numbers a row has from its ids."
+            )
+        # the program's inputs have an order: before sequences there are numbers, of no column where there are none
+        takes_numbers = DENSE_FEATURES in model.batch_fields and bool(schema.dense or sequences)
+        return cls(model, task, collections, features, takes_numbers, sequences)
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -174,7 +193,7 @@ class ScoredModel:
 
     def inputs(self, batch: Batch) -> ProgramInputs:
         """Returns the inputs of the whole program for the rows of a batch."""
-        return plain_inputs(batch, self.features, self.takes_numbers)
+        return plain_inputs(batch, self.features, self.takes_numbers, self.sequences)
 
     def whole_program(self, storage: ExportStorage) -> ScoreProgram:
         """Returns the program that has all tables."""
@@ -184,7 +203,7 @@ class ScoredModel:
             else self._vectors(module, [table.name for table in module.tables()], storage)
             for path, module in self.collections.items()
         }
-        return ScoreProgram(self._with_collections(stored), self.task, self.features)
+        return ScoreProgram(self._with_collections(stored), self.task, self.features, self.sequences)
 
     def sharded_programs(
         self, shards: Sequence[Sequence[str]], storage: ExportStorage

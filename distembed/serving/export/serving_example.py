@@ -38,7 +38,7 @@ def number(how, x):  # None for a missing value
 
 
 def dense(how, x):
-    if (x := number(how, x)) is None:
+    if (x := number(how, x)) is None or math.isnan(x):
         return math.nan if how.get("missing") == "keep" else 0.0
     if torch.tensor(x).isinf():
         raise ValueError("too large")
@@ -68,10 +68,32 @@ def ids(feature, value):
         return [int.__index__(each or 0) for each in ((value or []) if feature["is_list"] else [value])]
     if not feature["is_list"]:
         return [0 if (value := key(how, value)) is None else known.get(value, 1)]
-    if not isinstance(value, (list, tuple)):
-        value = [value] if not (by := how.get("separator")) else [] if (x := text(how, value)) is None else x.split(by)
-    found = [known.get(x, 1) for each in value if (x := key(how, each)) is not None]
-    return [i for i in found if i != 1 or ABOUT["task"] != "next_item"][-(how.get("max_length") or len(value)) :]
+    found = [known.get(x, 1) for each in entries(how, value) if (x := key(how, each)) is not None]
+    return [i for i in found if i != 1 or ABOUT["task"] != "next_item"][-(how.get("max_length") or len(found)) :]
+
+
+def entries(how, value):  # of a list
+    if isinstance(value, (list, tuple)):
+        return value
+    if (x := text({"missing_values": []}, value)) is None:
+        return []
+    return x.split(how["separator"]) if how.get("separator") else [value]
+
+
+def sequence(about, row):  # a number for each id of the list beside
+    how, feature = about["change"], next(each for each in ABOUT["features"] if each["name"] == about["beside"])
+    values, raw = (entries(each["change"], row.get(each["name"])) for each in (feature, about))
+    numbers = [math.nan if (x := number(how, each)) is None else x for each in raw]
+    if all(map(math.isnan, numbers)):
+        numbers = [math.nan] * len(values)
+    if len(numbers) != len(values):
+        raise ValueError("not a number for each value")
+    if how.get("gap_to") is not None:
+        end = number(how, row.get(how["gap_to"]))
+        numbers = [math.nan if end is None else end - x for x in numbers]
+    has_key = [feature["vocabulary"] is None or key(feature["change"], each) is not None for each in values]
+    numbers = [dense(how, x) for x, has in zip(numbers, has_key, strict=True) if has]
+    return numbers[-(feature["change"].get("max_length") or len(numbers)) :]
 
 
 def score(rows):  # such as [{"C1": "68fd1e64", "genres": ["drama", "war"], "I1": 3.0}]
@@ -79,7 +101,7 @@ def score(rows):  # such as [{"C1": "68fd1e64", "genres": ["drama", "war"], "I1"
         if name not in rows[row] and (cross := about.get("change", {}).get("cross")):
             raise ValueError(f"row {row}, column {name!r} is not there: give {'|'.join(cross)} as one text, or None")
         try:
-            return make(about, rows[row].get(name))
+            return make(about, rows[row] if make is sequence else rows[row].get(name))
         except (ValueError, TypeError, OverflowError) as error:
             raise ValueError(f"row {row}, column {name!r}: {rows[row].get(name)!r} is no value of its kind") from error
 
@@ -92,7 +114,11 @@ def score(rows):  # such as [{"C1": "68fd1e64", "genres": ["drama", "war"], "I1"
     numbers = [[made(dense, n["change"], n["name"], row) for n in ABOUT["numbers"]] for row in range(len(rows))]
     vectors = [shard(*inputs(about["features"])) for shard, about in zip(SHARDS, ABOUT["shards"], strict=True)]
     first = [torch.cat(vectors, dim=1)] if SHARDS else inputs(ABOUT["network"]["features"])
-    return NETWORK(*first, *([torch.tensor(numbers)] if ABOUT["numbers"] else []))
+    more = [torch.tensor(numbers)] if "dense" in ABOUT["network"]["inputs"] else []
+    if ABOUT["sequences"]:
+        lists = [made(sequence, each, each["name"], row) for each in ABOUT["sequences"] for row in range(len(rows))]
+        more.append(torch.tensor([x for numbers in lists for x in numbers], dtype=torch.float32))
+    return NETWORK(*first, *more)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ A program takes plain tensors, of a batch of B rows::
     values     int64 [ids]              ids of all features, feature after feature, of each row after row
     lengths    int64 [features, B]      number of ids of each feature of each row
     dense      float32 [B, numbers]     numbers as the dataset has them, where the model takes any
+    sequences  float32 [numbers]        lists of numbers, one for each id of a list, column after column and row after
+                                        row, where the model takes any
 
 and returns the outputs that the manifest names, float32 [B], or for recommended items int64 and float32 [B, k].
 """

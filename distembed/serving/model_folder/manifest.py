@@ -46,6 +46,21 @@ class ExportedNumber:
 
 
 @dataclass(frozen=True)
+class ExportedSequence:
+    """A column of lists of numbers, in the order of ``sequences``.
+
+    Attributes:
+        name: Name of the column.
+        beside: The feature of lists that has an id for each of its numbers.
+        change: How raw numbers become numbers: ``transform``, ``gap_to`` and so on, as in the dataset.
+    """
+
+    name: str
+    beside: str
+    change: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class ExportedTable:
     """A table in its stored form, with the bytes of that form, and its shard; 0 where the network has all tables."""
 
@@ -61,7 +76,8 @@ class ExportedProgram:
 
     Attributes:
         file: Its file.
-        inputs: Names of its inputs in order: ``values lengths dense``, or ``vectors dense`` after shards of tables.
+        inputs: Names of its inputs in order: ``values lengths dense sequences``, without the ones that it does not
+            take; or ``vectors dense`` after shards of tables.
         outputs: Names of its outputs in order, for example ``prediction``; of a shard, ``vectors``.
         features: Names of the features whose ids it takes, in the order of ``lengths``.
         bytes: Bytes of its tables.
@@ -160,6 +176,7 @@ class ExportManifest:
     shards: Sequence[ExportedProgram] = ()
     recommends: RecommendedItems | None = None
     compiled: CompiledProgram | None = None
+    sequences: Sequence[ExportedSequence] = ()
     format: int = FORMAT
 
     def to_json(self) -> dict[str, Any]:

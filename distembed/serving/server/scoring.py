@@ -18,6 +18,7 @@ from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.records import RecordBlock
 from distembed.data.dataset.schema import ITEM, USER
+from distembed.data.reader import Batch
 from distembed.data.table.vocabulary import FIRST_ID
 from distembed.serving.export.feature_vectors import plain_tensors
 from distembed.serving.model_folder.manifest import ExportManifest
@@ -118,12 +119,15 @@ class Scorer:
         chunks: list[tuple[Tensor, ...]] = []
         with torch.inference_mode():
             for batch in batches_of(self._schema, block, self._most_rows):
-                outputs = self._program(*plain_tensors(batch, self.manifest.features, self._takes_numbers).values())
+                outputs = self._program(*self._inputs(batch).values())
                 chunks.append((outputs,) if isinstance(outputs, Tensor) else tuple(outputs))
         return {
             name: torch.cat([outputs[index] for outputs in chunks]).numpy()
             for index, name in enumerate(self.manifest.network.outputs if chunks else ())
         }
+
+    def _inputs(self, batch: Batch) -> dict[str, Tensor]:
+        return plain_tensors(batch, self.manifest.features, self._takes_numbers, self.manifest.sequences)
 
     def _columns(self, outputs: Mapping[str, NDArray[Any]], is_good: NDArray[np.bool_]) -> Outputs:
         """Returns a column of all rows for each output; ``outputs`` have the good rows alone: [good] or [good, k]."""

@@ -6,6 +6,7 @@ from datetime import date, timedelta
 from decimal import Decimal
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -184,6 +185,14 @@ def test_typed_columns_are_as_their_texts() -> None:
     parser = TableParser(SCHEMA)
     typed, texts = (pa.table({name: each[place] for name, each in typed_and_texts.items()}) for place in (0, 1))
     assert str(reference.rows_of(parser, parser.parse(typed))) == str(reference.rows_of(parser, parser.parse(texts)))
+
+
+def test_lists_of_nothing_but_missing_values_have_missing_numbers() -> None:
+    dense = {"stars": {"beside": "seen", "missing": "keep"}}
+    parser = TableParser(TableSchema.from_json({"dense": dense, "categorical": {"seen": {"is_list": True}}}, "it"))
+    seen, nothing = [["a", "b"], ["c"]], pa.ListArray.from_arrays(pa.array([0, 2, 3], pa.int32()), pa.nulls(3))
+    assert np.isnan(parser.parse(pa.table({"seen": seen, "stars": nothing})).numbers[0]).tolist() == [True] * 3
+    assert parser.parse(pa.table({"seen": nothing, "stars": [[1.0, 2.0], None]})).numbers[0].tolist() == []
 
 
 def test_gaps_are_computed_in_64_bits() -> None:
