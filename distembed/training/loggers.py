@@ -1,20 +1,24 @@
 """Where a run's metrics go beside ``metrics.jsonl``: TensorBoard, Weights & Biases, MLflow, or a logger of one's own.
 
 ``train.loggers`` names them. A logger is made when the run starts, by rank 0, and again when the run resumes. A service
-that cannot be reached costs a warning and never the run: ``metrics.jsonl`` has every number.
+that cannot be reached costs a warning and never the run: ``metrics.jsonl`` has every number. Services get the numbers
+from a thread of their own, so that a slow one does not slow training; their loggers are made and called there.
 """
 
 import importlib.util
 import json
 import os
+import queue
 import re
+import threading
 import time
 import uuid
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,8 +26,13 @@ from distembed.base.errors import UserError
 from distembed.base.files import write_json
 from distembed.base.lazy import NameTable
 
+TENSORBOARD = "tensorboard"
 _MOST_SECONDS = 30
 """How long a service may take to answer."""
+_MOST_SECONDS_AT_END = 60
+"""How long services may take, together, for the metrics that wait at the end of a run."""
+_MOST_WAITING = 1000
+"""Lines of metrics that wait for slow services at most."""
 _IDS = "loggers.json"
 """File in the run's folder with the ids that services know the run by, so that a resumed run keeps its id."""
 
@@ -53,7 +62,7 @@ class LoggedRun:
 
 
 class MetricsLogger(ABC):
-    """Logs the numbers of a run's steps; made with a :class:`LoggedRun`.
+    """Logs the numbers of a run's steps; made with a :class:`LoggedRun`, and called by one thread.
 
     Attributes:
         package: The package that has to be installed; None for one that always is.
@@ -154,43 +163,91 @@ class MLflowLogger(MetricsLogger):
 
 
 LOGGERS: NameTable[type[MetricsLogger]] = NameTable(
-    {"tensorboard": TensorBoardLogger, "wandb": WandbLogger, "mlflow": MLflowLogger}
+    {TENSORBOARD: TensorBoardLogger, "wandb": WandbLogger, "mlflow": MLflowLogger}
 )
 """Class by the name of a logger; a plugin adds its own."""
 
 
 class Loggers:
-    """The loggers of a run. A service that fails is dropped with a warning; an error of TensorBoard's is raised."""
+    """The loggers of a run: TensorBoard, and services in a thread of their own.
 
-    def __init__(self, names: Sequence[str], run: LoggedRun) -> None:
-        self._loggers: dict[str, MetricsLogger] = {}
-        for name in names:
-            with self._service_may_fail(name):
-                self._loggers[name] = LOGGERS[name](run)
+    TensorBoard writes files, by a queue and a thread of its own, so that a slow service costs it no metrics; its error
+    is raised. A service that fails is dropped with a warning. Metrics wait for slow services in a queue; a full queue
+    drops its oldest metrics, with one warning. :meth:`close` waits ``most_seconds`` for the services at most.
+    """
+
+    def __init__(self, names: Sequence[str], run: LoggedRun, most_seconds: float = _MOST_SECONDS_AT_END) -> None:
+        self._most_seconds = most_seconds
+        services = [name for name in names if name != TENSORBOARD]
+        self._board = TensorBoardLogger(run) if TENSORBOARD in names else None
+        self._waiting: queue.Queue[tuple[int, Mapping[str, float]] | bool] = queue.Queue(_MOST_WAITING)
+        self._has_dropped = False
+        self._thread = None
+        if services:
+            # a daemon, since a service may never answer
+            self._thread = threading.Thread(target=self._serve, args=(services, run), name="distembed-log", daemon=True)
+            self._thread.start()
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Logs the numbers of a step everywhere."""
-        for name, logger in list(self._loggers.items()):
-            with self._service_may_fail(name):
-                logger.log(step, numbers)
+        """Logs the numbers of a step everywhere; does not wait for services."""
+        if self._board is not None:
+            self._board.log(step, numbers)
+        if self._thread is not None:
+            self._put((step, numbers))
 
     def close(self, is_finished: bool) -> None:
-        """Ends all logs, TensorBoard's last, since its error ends the run."""
-        for name, logger in sorted(self._loggers.items(), key=lambda named: named[0] == "tensorboard"):
-            with self._service_may_fail(name):
-                logger.close(is_finished)
+        """Ends all logs; waits for services that have not taken all metrics, with a time limit."""
+        if self._thread is not None:
+            self._put(is_finished)
+            self._thread.join(self._most_seconds)
+            if self._thread.is_alive():
+                warnings.warn(
+                    f"train.loggers: a service has not taken all metrics within {self._most_seconds:g} s after the "
+                    "run's end, and may lack the last ones; metrics.jsonl has them.",
+                    stacklevel=2,
+                )
+        if self._board is not None:  # last, since its error ends the run
+            self._board.close(is_finished)
 
-    @contextmanager
-    def _service_may_fail(self, name: str) -> Iterator[None]:
+    def _put(self, entry: tuple[int, Mapping[str, float]] | bool) -> None:
         try:
-            yield
-        except Exception as error:
-            if name == "tensorboard":
-                raise
-            self._loggers.pop(name, None)
-            warnings.warn(
-                f"{name} failed and gets no more metrics of this run, which metrics.jsonl holds: {error}", stacklevel=2
-            )
+            self._waiting.put_nowait(entry)
+        except queue.Full:
+            with suppress(queue.Empty):  # the thread may have taken it meanwhile
+                self._waiting.get_nowait()
+            self._waiting.put_nowait(entry)  # fits: no other thread puts
+            if not self._has_dropped:
+                self._has_dropped = True
+                warnings.warn(
+                    f"train.loggers: {_MOST_WAITING} lines of metrics wait for a slow service; the oldest are dropped "
+                    "from here on. Raise train.log_every; metrics.jsonl has all lines.",
+                    stacklevel=3,
+                )
+
+    def _serve(self, names: Sequence[str], run: LoggedRun) -> None:
+        """Makes the services' loggers and gives them the metrics that wait, until the entry that ends the logs."""
+        loggers: dict[str, MetricsLogger] = {}
+
+        def attempt(name: str, action: Callable[[], Any]) -> None:
+            try:
+                action()
+            except Exception as error:
+                loggers.pop(name, None)
+                warnings.warn(
+                    f"{name} failed and gets no more metrics of this run, which metrics.jsonl holds: {error}",
+                    stacklevel=2,
+                )
+
+        def start(name: str) -> None:
+            loggers[name] = LOGGERS[name](run)
+
+        for name in names:
+            attempt(name, partial(start, name))
+        while not isinstance(entry := self._waiting.get(), bool):
+            for name, logger in list(loggers.items()):
+                attempt(name, partial(logger.log, *entry))
+        for name, logger in list(loggers.items()):
+            attempt(name, partial(logger.close, entry))
 
 
 def require_loggers(names: Sequence[str]) -> None:

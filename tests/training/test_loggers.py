@@ -2,11 +2,12 @@
 
 import json
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
@@ -14,6 +15,7 @@ import yaml
 
 from distembed.base.errors import UserError
 from distembed.training.config import load_config
+from distembed.training.loggers import _MOST_WAITING, LOGGERS, LoggedRun, Loggers, MetricsLogger
 from tests.small_runs import call, metrics
 
 
@@ -112,6 +114,102 @@ def test_a_service_that_fails_costs_a_warning(config: Path, tmp_path: Path) -> N
     assert len(lines) == 4
     losses = [(value, step) for batch in mlflow.batches for name, value, step in batch if name == "train/loss"]
     assert losses == [(line["loss"], line["step"]) for line in lines[:2]]
+
+
+class Slow(MetricsLogger):
+    """A service that takes no numbers before it may."""
+
+    may_take: ClassVar[threading.Event]
+    taken: ClassVar[list[tuple[int, dict[str, float]]]]
+    ends: ClassVar[list[bool]]
+    threads: ClassVar[set[str]]
+
+    def __init__(self, run: LoggedRun) -> None:
+        self.threads.add(threading.current_thread().name)
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        self.threads.add(threading.current_thread().name)
+        self.may_take.wait()
+        self.taken.append((step, dict(numbers)))
+
+    def close(self, is_finished: bool) -> None:
+        self.threads.add(threading.current_thread().name)
+        self.ends.append(is_finished)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> type[Slow]:
+    # a class of its own, since a thread of an earlier test may still log
+    made = type("Slow", (Slow,), {"may_take": threading.Event(), "taken": [], "ends": [], "threads": set()})
+    monkeypatch.setitem(LOGGERS, "slow", made)
+    return made
+
+
+def logged(step: int) -> tuple[int, dict[str, float]]:
+    return step, {"train/loss": 1 / step}
+
+
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_a_slow_service_gets_all_numbers_in_order_from_another_thread(
+    slow: type[Slow], tmp_path: Path, is_finished: bool
+) -> None:
+    loggers = Loggers(["slow"], LoggedRun(tmp_path, "", 0))
+    for step in range(1, 6):
+        loggers.log(*logged(step))
+    assert slow.taken == [] and slow.ends == []  # none of the calls has waited
+    slow.may_take.set()
+    loggers.close(is_finished)
+    assert slow.taken == [logged(step) for step in range(1, 6)] and slow.ends == [is_finished]
+    assert slow.threads == {"distembed-log"}
+
+
+def test_a_full_queue_drops_the_oldest_numbers_with_one_warning(slow: type[Slow], tmp_path: Path) -> None:
+    loggers, num_steps = Loggers(["slow"], LoggedRun(tmp_path, "", 0)), _MOST_WAITING + 50
+    with pytest.warns(UserWarning, match="wait for a slow service; the oldest are dropped") as warned:
+        for step in range(1, num_steps + 1):
+            loggers.log(*logged(step))
+    assert len(warned) == 1
+    slow.may_take.set()
+    loggers.close(True)
+    steps = [step for step, _ in slow.taken]
+    assert steps == sorted(set(steps)) and _MOST_WAITING - 2 <= len(steps) <= _MOST_WAITING + 1
+    assert steps[2 - _MOST_WAITING :] == list(range(num_steps - _MOST_WAITING + 3, num_steps + 1))  # the newest
+    assert slow.ends == [True]
+
+
+def test_a_service_that_never_answers_delays_the_end_by_a_limit(slow: type[Slow], tmp_path: Path) -> None:
+    loggers = Loggers(["slow"], LoggedRun(tmp_path, "", 0), most_seconds=0.01)
+    loggers.log(*logged(1))
+    with pytest.warns(UserWarning, match=r"has not taken all metrics within 0.01 s after the run's end"):
+        loggers.close(True)
+    assert slow.taken == []
+    slow.may_take.set()
+
+
+class Failing(MetricsLogger):
+    def __init__(self, run: LoggedRun) -> None:
+        pass
+
+    def close(self, is_finished: bool) -> None:
+        raise AssertionError("it failed before")
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        raise ConnectionError("gone")
+
+
+def test_a_service_that_fails_warns_once_and_leaves_the_others_alone(
+    slow: type[Slow], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(LOGGERS, "failing", Failing)
+    slow.may_take.set()
+    with pytest.warns(UserWarning, match="failing failed and gets no more metrics.*gone") as warned:
+        loggers = Loggers(["failing", "slow", "tensorboard"], LoggedRun(tmp_path, "", 0))
+        for step in range(1, 4):
+            loggers.log(*logged(step))
+        loggers.close(True)
+    assert len(warned) == 1
+    assert slow.taken == [logged(step) for step in range(1, 4)] and slow.ends == [True]
+    assert list((tmp_path / "tensorboard").iterdir())
 
 
 def test_loggers_that_are_not_there_are_refused(config: Path, tmp_path: Path) -> None:
