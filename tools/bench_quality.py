@@ -3,14 +3,22 @@
 ::
 
     python tools/bench_quality.py train.tsv.gz --seeds 5 --output bench_quality.json
-    OMP_NUM_THREADS=1 python tools/bench_quality.py train.tsv.gz --seeds 5 --jobs 2 --only collisions
+    OMP_NUM_THREADS=1 python tools/bench_quality.py train.tsv.gz --seeds 5 --jobs 2 --only "(4|60)$"
+    OMP_NUM_THREADS=1 python tools/bench_quality.py train.tsv.gz --seeds 3 --jobs 2 --only "^[^,]*, (full|product, 4)$"
+    python tools/bench_quality.py train.tsv.gz --search 6 --only "^[^,]*, full$"
+
+The second command trains every click model with full and with quotient-remainder tables. ``--search`` looks for
+settings by the validation split instead: trials of Optuna's TPE.
 
 Rows are split 0.8/0.1/0.1 in time order and trained on for one epoch with ``configs/criteo_sample.yaml``, or with the
 configs in ``configs/criteo_sample/``, one a scheme.
 """
 
 import json
+import re
 import statistics
+import subprocess
+import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -36,6 +44,8 @@ _SOFT_ONE_HOT = {"instead": ("soft_one_hot", "soft_one_hot"), "beside": ("soft_o
 """DLRM's config and DCN's ``model.dense``, for soft one-hot vectors instead of the numbers or in addition to them."""
 _MISSING = {"": "zero", ", missing kept": "keep"}
 _CLICK_MODELS = {
+    "DLRM": [],
+    "DCN": ["model={name: dcn}"],
     "DCN V2": [
         "model={name: dcnv2, dropout: 0.1}",
         "train.dense_optimizer.learning_rate=0.003",
@@ -49,13 +59,14 @@ _CLICK_MODELS = {
         "train.sparse_optimizer.learning_rate=0.03",
     ],
 }
-"""Settings of models whose dense features have soft one-hot vectors, each the best on the validation split.
-
-The search: ``distembed sweep configs/criteo_sample.yaml data.path=criteo 'model={name: NAME}' model.dropout=0.0,0.1,0.2
-train.dense_optimizer.learning_rate=0.0007,0.0015 train.sparse_optimizer.learning_rate=0.03,0.06
-train.dense_optimizer.weight_decay=0,0.00001 --sampler tpe --trials 6``. The rate of DCN V2's
-networks lies outside of it, and was tried alone.
-"""
+"""Settings of models, each the best on the validation split; the rate of DCN V2's networks was tried alone."""
+_SEARCH = [
+    "model.dropout=0.0,0.1,0.2",
+    "train.dense_optimizer.learning_rate=0.0007,0.0015,0.003",
+    "train.sparse_optimizer.learning_rate=0.03,0.06",
+    "train.dense_optimizer.weight_decay=0,0.00001",
+]
+"""The values that a search chooses from; DLRM and DCN have no dropout."""
 
 
 class Variant(NamedTuple):
@@ -71,13 +82,11 @@ VARIANTS: dict[str, Variant] = (
         "DLRM, full": Variant(_BASE, []),
         "DLRM, full, fp32": Variant(_BASE, ["train.precision=fp32"]),
         "DLRM, product, 4, fp32": Variant(_PRODUCT, ["train.precision=fp32"]),
-        "DCN, full": Variant(_BASE, ["model={name: dcn}"]),
-        "DCN, product, 4": Variant(_PRODUCT, ["model={name: dcn}"]),
     }
     | {f"{name}, full": Variant(_BASE, settings) for name, settings in _CLICK_MODELS.items()}
     | {f"{name}, product, 4": Variant(_PRODUCT, settings) for name, settings in _CLICK_MODELS.items()}
     | {
-        f"DLRM, {name}, {collisions} collisions": Variant(CONFIGS / "criteo_sample" / f"{stem}_{collisions}.yaml", [])
+        f"DLRM, {name}, {collisions}": Variant(CONFIGS / "criteo_sample" / f"{stem}_{collisions}.yaml", [])
         for collisions in (4, 60)
         for name, stem in _SCHEMES.items()
     }
@@ -100,13 +109,29 @@ def train(variant: str, datasets: Path, runs: Path, seed: int) -> dict[str, Any]
     run = runs / str(seed)
     run_settings = [f"data.path={datasets / missing}", f"train.seed={seed}", *settings]
     run_distembed("train", config, *run_settings, "--run-dir", run)
-    return {**json.loads((run / "run.json").read_text()), **json.loads((run / "evaluation.json").read_text())}
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    last = [line for line in lines if line["kind"] == "train"][-1]
+    record = json.loads((run / "run.json").read_text()) | json.loads((run / "evaluation.json").read_text())
+    return record | {"samples_per_second": last["samples"] / last["seconds"]}
+
+
+def search(variant: str, datasets: Path, folder: Path, trials: int) -> None:
+    """Looks for settings of a variant by the validation split, and prints the command's table of runs."""
+    config, settings, missing = VARIANTS[variant]
+    space = [values for values in _SEARCH if "dropout" not in values or not variant.startswith(("DLRM", "DCN,"))]
+    fixed = [setting for setting in settings if setting.startswith("model=")]
+    data = [f"data.path={datasets / missing}", "data.test=null"]
+    options = ["--sampler", "tpe", "--trials", str(trials), "--workers", "2", "--run-dir", str(folder)]
+    command = [sys.executable, "-m", "distembed", "sweep", str(config), *data, *fixed, *space, *options]
+    print(variant, flush=True)
+    subprocess.run(command, check=True)
 
 
 def summarise(variant: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns the results of one variant: means and standard deviations over seeds, and values by seed."""
     row = {"variant": variant, "seeds": len(runs), "parameters": runs[0]["parameters"]}
     row |= {"embedding_parameters": runs[0]["embedding_parameters"]}
+    row |= {"samples_per_second": statistics.median(run["samples_per_second"] for run in runs)}
     by_metric = {key: [run[key] for run in runs] for key in ("auc", "logloss")}
     for key, values in by_metric.items():
         row |= {key: statistics.mean(values), f"{key}_deviation": deviation(values)}
@@ -119,23 +144,28 @@ def main() -> None:
     parser.add_argument("tsv", nargs="+", help="raw Criteo files in time order")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    parser.add_argument("--only", default="", help="variants whose name contains this text")
+    parser.add_argument("--only", default="", help="variants whose name matches this pattern")
+    parser.add_argument("--search", type=int, metavar="TRIALS", help="look for settings instead")
     options = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         datasets = Path(folder)
-        names = [name for name in VARIANTS if options.only in name]
+        names = [name for name in VARIANTS if re.search(options.only, name)]
         for missing in {VARIANTS[name].missing for name in names}:
             run_distembed("prepare", "criteo", *options.tsv, "--missing", missing, "--output", datasets / missing)
         with ThreadPoolExecutor(options.jobs) as pool:
             for number, variant in enumerate(names):
+                if options.search is not None:
+                    search(variant, datasets, Path(folder) / f"search-{number}", options.search)
+                    continue
                 train_seed = partial(train, variant, datasets, Path(folder) / f"runs-{number}")
                 runs = list(pool.map(train_seed, range(options.seeds)))
                 rows.append(summarise(variant, runs))
-    table = Table("variant", "parameters", "in tables", "test AUC", "test logloss")
+    table = Table("variant", "parameters", "in tables", "samples/s", "test AUC", "test logloss")
     for row in rows:
         metrics = map(mean_and_deviation, (row["auc_of_seed"], row["logloss_of_seed"]))
-        table.add_row(row["variant"], f"{row['parameters']:,}", f"{row['embedding_parameters']:,}", *metrics)
+        counts = (f"{row[key]:,.0f}" for key in ("parameters", "embedding_parameters", "samples_per_second"))
+        table.add_row(row["variant"], *counts, *metrics)
     Console(width=120).print(table)
     print(json.dumps(rows, indent=2))
     write_output(options, rows)
