@@ -2,8 +2,8 @@
 
 It runs in a separate environment with fuxictr==2.3.10, and takes the models from a checkout of FuxiCTR's repository,
 whose wheel lacks them (``tools/bench_fuxictr.py``). Rows are encoded by FuxiCTR as in its Criteo benchmarks: integers
-fall into buckets of their squared logarithm, each bucket with a vector, but DLRM's are numbers. The step is FuxiCTR's
-own, ``train_step`` over the batches of its ``NpzDataLoader``.
+fall into buckets of their squared logarithm, each bucket with a vector, also for DLRM, which fails on columns of
+numbers. The step is FuxiCTR's own, ``train_step`` over the batches of its ``NpzDataLoader``.
 """
 
 import argparse
@@ -27,16 +27,12 @@ EMBEDDING_DIM = 16
 SHARES = {"train": (0, 0.8), "valid": (0.8, 0.9), "test": (0.9, 1)}
 
 
-def encode(tsv: str, folder: Path, has_numbers: bool, min_count: int) -> FeatureMap:
+def encode(tsv: str, folder: Path, min_count: int) -> FeatureMap:
     """Writes the splits as arrays, encoded by FuxiCTR on the training rows, and returns the columns."""
     columns = {"label": pl.Float64, **dict.fromkeys(INTEGERS, pl.Float64), **dict.fromkeys(CATEGORIES, pl.String)}
     rows = pl.read_csv(tsv, separator="\t", has_header=False, schema=columns)
-    integers = {"name": INTEGERS, "active": True, "dtype": "float"}
-    if has_numbers:
-        rows = rows.with_columns(pl.col(INTEGERS).fill_null(0).clip(0).log1p())
-        integers |= {"type": "numeric"}
-    else:
-        integers |= {"type": "categorical", "preprocess": "convert_to_bucket", "fill_na": 0}
+    integers = {"name": INTEGERS, "active": True, "dtype": "float", "type": "categorical", "fill_na": 0}
+    integers |= {"preprocess": "convert_to_bucket"}
     categories = {"name": CATEGORIES, "active": True, "dtype": "str", "type": "categorical", "fill_na": ""}
     label = {"name": "label", "dtype": "float"}
     encoder = CustomizedFeatureProcessor([integers, categories], label, "criteo", str(folder))
@@ -45,8 +41,6 @@ def encode(tsv: str, folder: Path, has_numbers: bool, min_count: int) -> Feature
     encoder.fit(splits["train"], min_categr_count=min_count)
     for name, split in splits.items():
         arrays = encoder.transform({column.name: column.to_numpy() for column in split.collect()})
-        # FuxiCTR stacks the columns into one array; ids below 2**24 are exact in float32, the type of DLRM's numbers
-        arrays = {column: np.asarray(array, np.float32) for column, array in arrays.items()} if has_numbers else arrays
         np.savez(folder / "criteo" / f"{name}.npz", **arrays)
     features = FeatureMap("criteo", str(folder / "criteo"))
     features.load(encoder.json_file, {"embedding_dim": EMBEDDING_DIM})
@@ -67,7 +61,7 @@ def main() -> None:
     file, _, name = options.model.rpartition("/")
     sys.path.insert(0, str(Path(options.zoo) / file))
     with tempfile.TemporaryDirectory() as folder:
-        features = encode(options.tsv, Path(folder), name == "DLRM", options.min_count)
+        features = encode(options.tsv, Path(folder), options.min_count)
         seed_everything(options.seed)
         common = {"optimizer": "adam", "loss": "binary_crossentropy", "metrics": ["AUC", "logloss"], "verbose": 0}
         model = getattr(importlib.import_module("src"), name)(
