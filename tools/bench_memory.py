@@ -43,7 +43,7 @@ from distembed.base.ranks import Collectives, Ranks
 from distembed.data.dataset.schema import SCHEMAS, CategoricalFeature, Schema
 from distembed.data.reader.batch import Batch
 from distembed.embedding import EmbeddingConfig, TableConfig
-from distembed.models import DLRMConfig, GRUConfig, MFConfig, ModelConfig, SASRecConfig
+from distembed.models import MODELS, DINConfig, DLRMConfig, GRUConfig, HSTUConfig, MFConfig, ModelConfig, SASRecConfig
 from distembed.optim.config import SparseOptimizerConfig
 from distembed.planning import PlanConfig
 from distembed.planning.buffers import StepBuffers
@@ -71,11 +71,19 @@ class Learnt:
 
 
 CLICKS = Learnt(SCHEMAS["criteo_kaggle"], DLRMConfig(bottom=[128, 64], top=[128, 64]), ClickConfig())
+CLICK_MODELS = ["dcn", "dcnv2", "gdcn", "deepfm", "finalmlp"]
+"""Models of the criteo rows in their default sizes."""
 USERS, ITEMS = CategoricalFeature("user", 50_000), CategoricalFeature("item", 20_000)
 RATINGS = Learnt(Schema("rating", (), (USERS, ITEMS), label_kind="number"), MFConfig(), RatingConfig())
 SEQUENCES = Schema(None, (), (USERS, CategoricalFeature("item", 20_000, True, 25.0)))
 SOFTMAX = Learnt(SEQUENCES, SASRecConfig(dropout=0.1), NextItemConfig(), ("item",))
 BINARY = Learnt(SEQUENCES, SASRecConfig(dropout=0.1), NextItemConfig(loss="binary"), ("item",))
+POINTWISE = Learnt(SEQUENCES, HSTUConfig(dropout=0.1), NextItemConfig(), ("item",))
+_HISTORY = CategoricalFeature("history", 20_000, True, 25.0, table="item")
+HISTORIES = Schema("label", ("price",), (USERS, CategoricalFeature("item", 20_000), _HISTORY))
+DIN, TRANSFORMER = (
+    Learnt(HISTORIES, DINConfig(history=kind), ClickConfig(), ("user", "item")) for kind in ("attention", "transformer")
+)
 RECURRENT = Learnt(SEQUENCES, GRUConfig(), NextItemConfig(loss="binary"), ("item",))
 
 
@@ -122,6 +130,10 @@ CASES = [
             ("SASRec, softmax", SOFTMAX, 1 / 16),
             ("SASRec, binary", BINARY, 1 / 16),
             ("GRU, binary", RECURRENT, 1 / 16),
+            ("HSTU, softmax", POINTWISE, 1 / 16),
+            ("DIN, attention", DIN, 1 / 4),
+            ("DIN, transformer", TRANSFORMER, 1 / 4),
+            *((name, Learnt(CLICKS.schema, MODELS[name](), ClickConfig()), 1.0) for name in CLICK_MODELS),
         )
         for ranks in (1, 2)
         for label, table in (("", FULL), (", product", QUOTIENT))
