@@ -3,12 +3,16 @@
 A layer computes, of the normalised inputs x of a row (equations 1 to 3)::
 
     u, v, q, k = split(silu(x W + c))
-    a_ij       = silu(q_i . k_j + p[i - j] + r[bucket(t_i - t_j)]) / N    for j <= i, else 0
+    a_ij       = silu(q_i . k_j / sqrt(D_head) + p[i - j] + r[bucket(t_i - t_j)]) / N    for j <= i, else 0
     y_i        = x_i + W_2 (norm(sum_j a_ij v_j) * u_i) + c_2
 
 where p is a learned number for each distance between places, r one for each bucket of the time between two items, and N
 is the greatest length of a row. There is no softmax: the sum grows with the number of items that match, so the state
-tells how much a user likes an item, not only that they like it more than other items.
+tells how much a user likes an item, not only that they like it more than other items. The published code divides the
+products by sqrt(D_head), the paper does not.
+
+Training starts from the items themselves, W_2 = 0, and from nearly equal weights, p = 1. With W_2 drawn like other
+weights the sums drown the item that the row ends with, which costs 0.03 of NDCG@10 of 101 on Amazon Beauty.
 
 Rows are laid out in groups of similar length, see :mod:`distembed.models.sequences`. N is a constant, so that a row's
 states do not depend on its group.
@@ -44,8 +48,9 @@ class PointwiseAttention(nn.Module):
         self.num_heads, self.max_length = num_heads, max_length
         self.norm, self.attended_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.project, self.output = make_linear(dim, 4 * dim), make_linear(dim, dim)
+        nn.init.zeros_(self.output.weight)
         self.drop = Dropout(dropout)
-        self.distances = nn.Parameter(torch.randn(max_length) * 0.02)
+        self.distances = nn.Parameter(1 + torch.randn(max_length) * 0.02)
         self.gaps = nn.Parameter(torch.randn(_NUM_BUCKETS) * 0.02) if has_times else None
 
     def forward(
@@ -77,7 +82,8 @@ class PointwiseAttention(nn.Module):
         )
         places = torch.arange(length, device=values.device)
         distances = places.unsqueeze(1) - places
-        scores = queries @ keys.transpose(2, 3) + self.distances[distances.clamp(min=0)].to(queries.dtype)
+        products = queries @ keys.transpose(2, 3) * queries.shape[3] ** -0.5
+        scores = products + self.distances[distances.clamp(min=0)].to(queries.dtype)
         if self.gaps is not None and times is not None:
             by_row = times.view(num_rows, length)
             buckets = gap_buckets(by_row.unsqueeze(2) - by_row.unsqueeze(1))

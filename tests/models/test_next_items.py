@@ -96,7 +96,8 @@ def test_candidates_are_scored_by_the_table_of_outputs(config: Any, tied: bool) 
 
 def test_hstu_takes_times() -> None:
     model = HSTUConfig(dropout=0.0, times="hour").build(make_inputs())
-    nn.init.normal_(model.network.states.layers[0].gaps)
+    for parameter in model.network.states.layers.parameters():
+        nn.init.normal_(parameter)
     ids = batch(user=[[1], [2], [3]], item=ITEMS, genre=GENRES, item_target=TARGETS)
     prices = [[1.0, 2.0, 3.0], [], [4.0]]
     early, late = (model(ids, batch(hour=[[0.0, 1.0, own], [], [7.0]], price=prices)) for own in (2.0, 200.0))

@@ -131,7 +131,8 @@ def hstu_states(model: PointwiseTransformer, row: Tensor, times: Tensor) -> Tens
                 for head, (own_q, own_k, own_v) in enumerate(
                     zip(q[i].chunk(heads), k[j].chunk(heads), v[j].chunk(heads), strict=True)
                 ):
-                    by_head[head] = by_head[head] + functional.silu(own_q @ own_k + bias) / MAX_LENGTH * own_v
+                    score = own_q @ own_k / math.sqrt(DIM / heads) + bias
+                    by_head[head] = by_head[head] + functional.silu(score) / MAX_LENGTH * own_v
             attended.append(torch.cat(by_head))
         x = x + layer.output(layer.attended_norm(torch.stack(attended)) * u)
     return model.norm(x)
