@@ -144,6 +144,21 @@ def test_the_last_two_items_are_tested_and_validated(tmp_path: Path) -> None:
         assert row["item"] == trained[-4:]
 
 
+def test_times_stand_beside_the_items_where_they_are_an_attribute_too(tmp_path: Path) -> None:
+    rows = some_rows(200)
+    source = write_rows(tmp_path / "rows.csv", rows)
+    prepare_sequences(
+        InteractionFiles([source]),
+        Preparation(tmp_path / "out"),
+        InteractionColumns(time="time", dense=("time",)),
+        SequenceOptions(),
+    )
+    times = {(user, item): time for user, item, _, time in rows}
+    for row in read(tmp_path / "out", "test"):
+        assert row["item"] == by_user(rows)[row["user"]]
+        assert row["time"] == [times[row["user"], item] for item in row["item"]]
+
+
 def naive_core(pairs: list[tuple[int, int]], k: int) -> list[int]:
     """Returns the places of what is left when one user or item with fewer than k is taken away at a time."""
     places = list(range(len(pairs)))

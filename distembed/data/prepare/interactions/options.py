@@ -115,12 +115,14 @@ class InteractionColumns:
     rating: str | None = None  # column of a number; None where there is none
     time: str | None = None  # column of the time, a number or a date; None where rows are in the order of time
     categorical: tuple[str, ...] = ()  # columns of categorical attributes, for example a genre
-    dense: tuple[str, ...] = ()  # columns of numeric attributes, for example a price; values may be missing
+    dense: tuple[str, ...] = ()  # columns of numeric attributes, as a price or the time; values may be missing
     has_header: bool = True  # whether text files begin with the names of their columns
     newlines_in_values: bool = False  # whether a value in quotation marks of a text file may have several lines
 
     def __post_init__(self) -> None:
-        names = [*self.keys, *self.numbers, *([] if self.time is None else [self.time])]
+        names = [*self.keys, *self.numbers]
+        if self.time is not None and self.time not in self.dense:  # a time may also be an attribute
+            names.append(self.time)
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
             raise UserError(

@@ -93,7 +93,7 @@ class InteractionInput:
             return TableSchema.from_json(_LINE, "a line")
         keys, numbers, time = self.columns.keys, self.columns.numbers, self.columns.time
         values = {"dense": dict.fromkeys(numbers), "categorical": dict.fromkeys(keys)}
-        values |= {"time": {"column": time, "name": time}} if time is not None else {}
+        values |= {"time": {"column": time, "name": time}} if time is not None and time not in numbers else {}
         text = {"header": self.columns.has_header, "newlines_in_values": self.columns.newlines_in_values}
         return TableSchema.from_json({**values, "text": text}, "the columns")
 
