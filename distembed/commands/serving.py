@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -125,6 +125,13 @@ def export_command(
         bool,
         typer.Option("--compile", help="Also compile the program for this machine's processor, which needs g++."),
     ] = False,
+    faiss: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[flat|hnsw]",
+            help="Also write a FAISS index of the items of a model of two towers: exact, or a graph (HNSW).",
+        ),
+    ] = None,
     data: DataOption = None,
     checkpoint: CheckpointOption = None,
     overwrite: Annotated[bool, typer.Option(help="Replace OUTPUT if it is an exported model.")] = False,
@@ -136,13 +143,17 @@ def export_command(
     trained = find_trained_run(run, data, checkpoint=checkpoint)
     from distembed.serving.export.export_run import ExportOptions, export_run
 
-    options = ExportOptions(precision, materialise, server_bytes, overwrite, num_best=num_best, compile=compile)  # type: ignore[arg-type]
+    kinds: Any = {"precision": precision, "materialise": materialise, "faiss": faiss}  # ExportOptions checks them
+    options = ExportOptions(server_bytes=server_bytes, overwrite=overwrite, num_best=num_best, compile=compile, **kinds)
     manifest = export_run(trained, output, options, data)
     size = sum(file.stat().st_size for file in output.rglob("*") if file.is_file())
     tables = sum(table.bytes for table in manifest.tables)
     say(f"{output}: {manifest.model} of step {manifest.step:,}, {format_bytes(size)}, tables {format_bytes(tables)}")
     for number, shard in enumerate(manifest.shards):
         say(f"server {number}: {shard.file}, {format_bytes(shard.bytes)} of tables for {len(shard.features)} features")
+    if manifest.index is not None:
+        also = "" if manifest.index.faiss is None else f" and {manifest.index.faiss}"
+        say(f"items: {manifest.index.num_items:,} vectors of {manifest.index.dim} in {manifest.index.file}{also}")
     if manifest.compiled is not None:
         say(f"compiled: {manifest.compiled.file}, for {manifest.compiled.processor} ({manifest.compiled.instructions})")
     parity = manifest.parity

@@ -198,6 +198,8 @@ class UserItemsRowDecoder(UserRowDecoder):
     ``batch_schema`` is the schema of the decoded rows: the dataset's user and item, with the item as a list.
     """
 
+    optional = (ITEM,)
+
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         features = {feature.name: feature for feature in manifest.schema.categorical}
         items = dataclasses.replace(features[ITEM], multi_hot=True)
@@ -232,6 +234,52 @@ class QueryRowDecoder(TableRowDecoder):
         empty = Jagged.from_lengths(np.zeros(0, np.int64), np.zeros(num_rows, np.int64))
         lists = {name: block.jagged.get(name, empty) for name in self._lists}
         return dataclasses.replace(decoded, block=RecordBlock(block.records, lists))
+
+
+class QueryItemsRowDecoder(_Decoder):
+    """Decodes rows with the features of users and, optionally, a list of items to leave out of the recommendations.
+
+    ``batch_schema`` is the schema of the decoded rows, with the item as a list; ``optional`` names it.
+
+    Args:
+        folder: The folder of what an exported model keeps of its dataset.
+        manifest: Its manifest.
+        names: The features of users, categorical and dense, and the item.
+        item: The item.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, names: Collection[str], item: str) -> None:
+        self.optional = (item,)
+        full, raw = manifest.schema, raw_schema(manifest).with_features(names)
+        features = [
+            dataclasses.replace(feature, multi_hot=feature.multi_hot or feature.name == item, table=None)
+            for feature in full.categorical
+            if feature.name in names
+        ]
+        dense = tuple(name for name in full.dense if name in names)
+        self.batch_schema = Schema(None, dense, tuple(features), missing_dense=full.missing_dense)
+        categorical = {**raw.categorical, item: dataclasses.replace(raw.categorical[item], is_list=True)}
+        raw = dataclasses.replace(
+            raw,
+            label=None,
+            labels={},
+            weight=None,
+            time=None,
+            split=TableSchema.split,
+            parser="table",
+            categorical=categorical,
+        )
+        super().__init__(folder, dataclasses.replace(manifest, schema=self.batch_schema), raw)
+
+    def decode(self, table: pa.Table) -> DecodedRows:
+        """Returns the rows of a table, as :meth:`RowDecoder.decode` says."""
+        (column,) = [self.schema.categorical[name].column or name for name in self.optional]
+        if column not in table.column_names:
+            table = table.append_column(column, pa.nulls(len(table)))
+        parsed = self._parser.parse(table)
+        is_good = np.ones(table.num_rows, bool)
+        is_good[[row.line for row in parsed.rejected]] = False
+        return DecodedRows(is_good, self._encoder.encode(parsed), parsed.rejected)
 
 
 class SequenceRowDecoder(_FeatureRows):

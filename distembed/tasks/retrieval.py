@@ -98,6 +98,16 @@ class RetrievalTask(Task):
         assert self._context is not None
         return self._context
 
+    @property
+    def dataset(self) -> str:
+        """The folder of the dataset that the task was started on."""
+        return self._started.dataset
+
+    @property
+    def excludes_seen(self) -> bool:
+        """Whether items that a user has are left out."""
+        return self._config.excludes_seen
+
     @cached_property
     def catalogue(self) -> KeyedRows:
         """The items of all splits with their features.

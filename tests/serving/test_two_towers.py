@@ -18,13 +18,17 @@ from tests.tasks.retrieval_rows import NUM_ITEMS, prepare_rows, write_config
 USER_COLUMNS = ("user", "country", "history", "age")
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("towers")
+def trained(folder: Path) -> Path:
+    """Returns a run of three steps, with its raw rows beside it."""
     dataset = prepare_rows(folder)
     config = write_config(folder / "config.yaml", dataset, task={"exclude_seen": True})
     call("train", config, "train.max_steps=3", "--run-dir", folder / "run")
     return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(tmp_path_factory.mktemp("towers"))
 
 
 def raw_rows(run: Path) -> list[dict[str, Any]]:

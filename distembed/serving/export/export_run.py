@@ -40,6 +40,7 @@ from distembed.serving.export.raw_values import (
 from distembed.serving.export.recommenders import RecommendingModel
 from distembed.serving.export.score_program import ScoredModel
 from distembed.serving.export.table_groups import ExportStorage, Materialise, divide_tables
+from distembed.serving.export.two_towers import Faiss, TowerModel, require_faiss
 from distembed.serving.model_folder.manifest import (
     MANIFEST_NAME,
     ExportedFeature,
@@ -53,16 +54,16 @@ from distembed.serving.model_folder.manifest import (
 )
 from distembed.serving.model_folder.programs import Program, load_programs
 from distembed.serving.whole_model import WholeModel, load_whole_model
-from distembed.tasks import NextItemConfig, RankingConfig
+from distembed.tasks import NextItemConfig, RankingConfig, RetrievalConfig
 from distembed.training.trained_run import TrainedRun
 
 NETWORK = "network.pt2"
 EXAMPLE_NAME = "serving_example.py"
 """A script that scores raw rows with torch alone; it is copied from this package into every exported folder."""
 SAMPLE_ROWS = 256
-_TASKS = ("click", "rating", "multi", "ranking", "next_item")
+_TASKS = ("click", "rating", "multi", "ranking", "next_item", "retrieval")
 
-Exportable = ScoredModel | RecommendingModel
+Exportable = ScoredModel | RecommendingModel | TowerModel
 
 
 def exportable(trained: WholeModel, manifest: Manifest, num_best: int) -> Exportable:
@@ -71,6 +72,8 @@ def exportable(trained: WholeModel, manifest: Manifest, num_best: int) -> Export
     ``num_best`` items are recommended to a row; other tasks do not use it. Models without programs are refused.
     """
     model, task = trained.module.model, trained.blueprint.config.task
+    if isinstance(task, RetrievalConfig):
+        return TowerModel.of(trained, reserved_ids(manifest, task.item_name), num_best)
     if not isinstance(task, NextItemConfig | RankingConfig):
         return ScoredModel.of(model, trained.task, manifest.schema)
     make = RecommendingModel.for_next_items if isinstance(task, NextItemConfig) else RecommendingModel.for_rankings
@@ -95,6 +98,7 @@ class ExportOptions:
         metric_rows: The number of a split's first rows that are scored for the metric.
         num_best: Number of items that a model of recommendations returns for a row.
         compile: Whether to compile the program too, for the processor of this machine.
+        faiss: The kind of FAISS index to write of a model of two towers; None for none.
     """
 
     precision: Precision = "fp32"
@@ -104,12 +108,16 @@ class ExportOptions:
     metric_rows: int = 200_000
     num_best: int = 10
     compile: bool = False
+    faiss: Faiss | None = None
 
     def __post_init__(self) -> None:
         one_of("--precision", self.precision, ("fp32", "fp16", "int8"))
         one_of("--materialise", self.materialise, ("auto", "never", "always"))
         if self.compile:
             require_compiler()
+        if self.faiss is not None:
+            one_of("--faiss", self.faiss, ("flat", "hnsw"))
+            require_faiss()
 
 
 def export_run(run: TrainedRun, output: Path, options: ExportOptions, data: str | None = None) -> ExportManifest:
@@ -128,7 +136,12 @@ def export_run(run: TrainedRun, output: Path, options: ExportOptions, data: str 
     one_of("task of an exported run", run.config.task.name, _TASKS)
     with staged_folder(output, overwrite=options.overwrite, kind="exported model", marker=MANIFEST_NAME) as folder:
         trained = load_whole_model(_in_float32(run), torch.device("cpu"))
+        rows = SplitRows.find(data or run.config.data.require_path())
+        if isinstance(run.config.task, RetrievalConfig) and rows is not None:
+            trained = trained.on_dataset(rows.dataset)  # whose catalogue is read
         model = exportable(trained, run.manifest, options.num_best)
+        if options.faiss is not None and not isinstance(model, TowerModel):
+            raise UserError("--faiss writes the vectors of items, which models of task.name=retrieval alone have.")
         storage = ExportStorage(options.precision, options.materialise)
         require_free_space(output, sum(map(storage.bytes, model.tables)), "its tables take so much")
         shards = _shards(model, storage, options.server_bytes)
@@ -141,6 +154,11 @@ def export_run(run: TrainedRun, output: Path, options: ExportOptions, data: str 
         )
         numbers, features = column_changes(run.manifest)
         sequences = model.sequences if isinstance(model, ScoredModel) else ()
+        towers: Sequence[ExportedProgram] = ()
+        index = None
+        if isinstance(model, TowerModel):
+            towers = model.save_towers(folder, made_up_batch(trained.blueprint.batch_schema, 5), storage)
+            index = model.save_index(folder, options.faiss)
         manifest = ExportManifest(
             task=run.config.task.name,
             model=run.config.model.name,
@@ -149,16 +167,17 @@ def export_run(run: TrainedRun, output: Path, options: ExportOptions, data: str 
             network=programs[0],
             shards=programs[1:],
             features=_features(model, vocabularies, features),
-            numbers=[ExportedNumber(name, numbers[name]) for name in run.manifest.schema.dense if model.takes_numbers],
+            numbers=[ExportedNumber(name, numbers[name]) for name in model.numbers],
             sequences=[ExportedSequence(each.name, each.beside, numbers[each.name]) for each in sequences],
             tables=_tables(model.tables, storage, shards),
             parity=Parity(0, 0.0),
             versions={"distembed": __version__, "torch": torch.__version__},
             checksums={},
             recommends=model.recommends,
+            towers=towers,
+            index=index,
         )
         check = _check(trained, model, load_programs(folder, manifest), options.precision)
-        rows = SplitRows.find(data or run.config.data.require_path())
         batch, parity = _compare(check, rows, options.metric_rows)
         columns = (manifest.features, manifest.numbers, manifest.sequences)
         write_sample(folder, model.inputs(batch).tensors, check.outputs(batch), *columns)

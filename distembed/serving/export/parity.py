@@ -38,9 +38,11 @@ from distembed.data.dataset.schema import (
 from distembed.data.reader import Batch, BatchOrder, BatchReader
 from distembed.serving.export.recommenders import RecommendingModel
 from distembed.serving.export.score_program import ScoredModel
+from distembed.serving.export.two_towers import TowerModel
 from distembed.serving.model_folder.manifest import Parity, Precision
 from distembed.serving.model_folder.programs import Program
 from distembed.serving.whole_model import WholeModel
+from distembed.tasks import RetrievalTask, Task
 from distembed.tasks.catalogue import CatalogueRanking
 from distembed.tasks.ranking import RELEVANT
 from distembed.tasks.ranking_metrics import RankingMetrics
@@ -56,7 +58,7 @@ _RECOMMENDED_BATCH_SIZE = 256
 _MOST_SCORES = 1 << 32
 """Most scores of rows and items for a metric of recommendations."""
 
-ModelT = TypeVar("ModelT", ScoredModel, RecommendingModel)
+ModelT = TypeVar("ModelT", bound=ScoredModel | RecommendingModel | TowerModel)
 
 
 @dataclass(frozen=True)
@@ -213,7 +215,7 @@ class _Best:
     scores: Float[Tensor, "rows best"]
 
 
-class RecommendedCheck(ParityCheck[RecommendingModel]):
+class RecommendedCheck(ParityCheck[RecommendingModel | TowerModel]):
     """Compares the items that each model recommends for a row."""
 
     def sample(self, rows: SplitRows | None, num_rows: int) -> Batch:
@@ -221,7 +223,7 @@ class RecommendedCheck(ParityCheck[RecommendingModel]):
         if rows is None:
             drawn = made_up_batch(self.whole.blueprint.schema, num_rows)
             return self.whole.task.prediction_batch(drawn)
-        task_batches = self.whole.on_dataset(rows.dataset).task.evaluation_batches(rows.split, num_rows)
+        task_batches = _queries(self.whole.on_dataset(rows.dataset).task, rows.split, num_rows)
         if task_batches is not None:
             return next(task_batches)
         return self.whole.task.prediction_batch(next(iter(rows.batches(num_rows, num_rows))))
@@ -237,11 +239,11 @@ class RecommendedCheck(ParityCheck[RecommendingModel]):
     def _trained_best(self, batch: Batch) -> _Best:
         with torch.inference_mode():
             model = self.whole.module.model
-            queries = model(*[batch[name] for name in model.batch_fields])
+            queries = self.model.trained_queries(model(*[batch[name] for name in model.batch_fields]))
             left_out = self.model.left_out(batch)
             none = JaggedTensor(left_out.values()[:0], lengths=torch.zeros_like(left_out.lengths()))
             ranking = CatalogueRanking(queries.catalogue, tuple(self.model.reserved), self.model.num_best)
-            ranked = ranking.rank(queries.vectors.float(), none, left_out)
+            ranked = ranking.rank(queries.vectors, none, left_out)
             offsets = 0.0 if queries.offsets is None else queries.offsets.float().unsqueeze(1)
             return _Best(ranked.best, ranked.best_scores + offsets)
 
@@ -280,15 +282,21 @@ class RecommendedCheck(ParityCheck[RecommendingModel]):
 
     def _split_batches(self, rows: SplitRows, most_rows: int) -> Iterator[Batch]:
         """Yields prepared batches of an evaluation; fewer rows of a large catalogue, as a row scores all items."""
-        num_items = max(table.num_embeddings for table in self.model.tables if ITEM in table.feature_names)
-        most = min(most_rows, max(_RECOMMENDED_BATCH_SIZE, _MOST_SCORES // num_items))
+        most = min(most_rows, max(_RECOMMENDED_BATCH_SIZE, _MOST_SCORES // self.model.num_items))
         task = self.whole.on_dataset(rows.dataset).task
-        task_batches = task.evaluation_batches(rows.split, _RECOMMENDED_BATCH_SIZE)
+        task_batches = _queries(task, rows.split, _RECOMMENDED_BATCH_SIZE)
         if task_batches is not None:
             yield from islice(task_batches, -(-most // _RECOMMENDED_BATCH_SIZE))
             return
         for batch in rows.batches(_RECOMMENDED_BATCH_SIZE, most):
             yield task.prepare_batch(batch, None)
+
+
+def _queries(task: Task, split: str, batch_size: int) -> Iterator[Batch] | None:
+    """Returns an evaluation's batches of queries, without items whose vectors the model would compute."""
+    if isinstance(task, RetrievalTask):
+        return task.query_batches(split, batch_size)
+    return task.evaluation_batches(split, batch_size)
 
 
 def require_close_metric(heading: str, split: str, values: tuple[float, float], precision: Precision) -> None:

@@ -40,13 +40,13 @@ from distembed.embedding.tables import CompositionalTables
 from distembed.models import MF, Model
 from distembed.models.mf import queries_of_users
 from distembed.models.next_items import NextItems, NextItemsWithNumbers
-from distembed.models.queries import Catalogue
+from distembed.models.queries import Catalogue, Queries
 from distembed.models.sequences import SequenceLayout
 from distembed.serving.export.feature_vectors import Jagged, PlainFeature, PlainFeatures, plain_inputs
 from distembed.serving.export.programs import ProgramInputs
 from distembed.serving.export.table_groups import ExportStorage, TableGroup, stored_table
 from distembed.serving.model_folder.manifest import RecommendedItems
-from distembed.tasks.catalogue.ranking import best_keys, ids_of, keys_of, scores_of
+from distembed.tasks.catalogue.ranking import RankedCatalogue, best_keys, ids_of, keys_of, scores_of
 from distembed.tasks.next_item import SEEN
 from distembed.tasks.ranking import EXCLUDED
 
@@ -157,7 +157,7 @@ class NextItemProgram(nn.Module):
             embedded[feature.name] = Jagged(lookup(recent, [0])[0], lengths[0])
         vectors = self.tokens(embedded, None)
         queries = self.states.on_slots(vectors, _layout(lengths[0], most))
-        owners, ids, is_item = _left_out(features)
+        owners, ids, is_item = left_out_ids(features)
         best: Recommended = self.choice(queries, owners, ids, is_item if self._excludes_seen else is_item & False)
         return best
 
@@ -193,14 +193,23 @@ class RankingProgram(nn.Module):
         features = PlainFeatures(self.features, values, lengths)
         users = self.users(features.single_ids([USER]), [0])[0]
         queries, offsets = queries_of_users(users, self._biases)
-        items, scores = self.choice(queries, *_left_out(features))
+        items, scores = self.choice(queries, *left_out_ids(features))
         return items, scores if offsets is None else scores + offsets.unsqueeze(1)
 
 
-def _left_out(features: PlainFeatures) -> tuple[Tensor, Tensor, Tensor]:
+def left_out_ids(features: PlainFeatures, item: str = ITEM) -> tuple[Tensor, Tensor, Tensor]:
     """Returns ``owners``, ``left_out`` and ``is_item`` of :meth:`ItemChoice.forward`: all ids, and which are items."""
-    owners, is_item = features.rows_of(ITEM)
+    owners, is_item = features.rows_of(item)
     return owners, features.values, is_item
+
+
+@dataclass(frozen=True)
+class QueriesOf:
+    """Queries of a trained model, the items to rank for them, and a number that is added to all scores of a query."""
+
+    catalogue: RankedCatalogue
+    vectors: Float[Tensor, "queries dim"]
+    offsets: Float[Tensor, " queries"] | None
 
 
 @dataclass(frozen=True)
@@ -266,6 +275,20 @@ class RecommendingModel:
             return RankingProgram(groups[stored.table_of(USER)], choice, model.biases)
 
         return cls(RankingProgram.features, stored.tables, reserved, num_best, make, _users, excludes_seen)
+
+    @property
+    def numbers(self) -> Sequence[str]:
+        """The dense features that the program takes: none."""
+        return ()
+
+    @property
+    def num_items(self) -> int:
+        """The number of ids of items."""
+        return max(table.num_embeddings for table in self.tables if ITEM in table.feature_names)
+
+    def trained_queries(self, outputs: Queries) -> QueriesOf:
+        """Returns the trained model's queries, and the items to rank for them."""
+        return QueriesOf(outputs.catalogue, outputs.vectors.float(), outputs.offsets)
 
     @property
     def recommends(self) -> RecommendedItems:

@@ -133,7 +133,8 @@ class ShardProgram(nn.Module):
 class ScoredModel:
     """A trained model that gives a number for each row, in the form from which its programs are made.
 
-    ``features`` are the features of its embedding collections, in the dataset's order.
+    ``features`` are the features of its embedding collections, in the dataset's order, and ``numbers`` the dense
+    features that the program takes.
     """
 
     recommends: ClassVar[None] = None
@@ -144,6 +145,7 @@ class ScoredModel:
     features: Sequence[PlainFeature]
     takes_numbers: bool
     sequences: Sequence[PlainSequence] = ()
+    numbers: Sequence[str] = ()
 
     @classmethod
     def of(cls, model: Model, task: Task, schema: Schema) -> ScoredModel:
@@ -179,7 +181,7 @@ class ScoredModel:
             )
         # the program's inputs have an order: before sequences there are numbers, of no column where there are none
         takes_numbers = DENSE_FEATURES in model.batch_fields and bool(schema.dense or sequences)
-        return cls(model, task, collections, features, takes_numbers, sequences)
+        return cls(model, task, collections, features, takes_numbers, sequences, schema.dense if takes_numbers else ())
 
     @property
     def outputs(self) -> tuple[str, ...]:

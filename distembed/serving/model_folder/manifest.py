@@ -108,6 +108,23 @@ class RecommendedItems:
 
 
 @dataclass(frozen=True)
+class ItemIndex:
+    """The vectors of all items of a catalogue.
+
+    Attributes:
+        file: A Parquet file with ``id``, ``item`` (its raw value) and ``vector``, of each item.
+        num_items: Number of the items.
+        dim: Dimension of the vectors.
+        faiss: A FAISS index of the vectors, whose entry i is row i of ``file``; None where there is none.
+    """
+
+    file: str
+    num_items: int
+    dim: int
+    faiss: str | None = None
+
+
+@dataclass(frozen=True)
 class Parity:
     """Differences of the exported model's scores, in the sample and on a split, from the trained model's.
 
@@ -158,6 +175,8 @@ class ExportManifest:
             network takes their concatenated outputs, in this order, as ``vectors``.
         recommends: The meaning of its outputs, where it recommends items; None where it gives a number for each row.
         compiled: The network compiled by AOTInductor, where it was asked for.
+        towers: The programs that give the vectors of users and of items, where the model has such towers.
+        index: The vectors of all items, where the model has towers.
         versions: Versions of torch and distembed that wrote it.
         checksums: SHA-256 of each other file by its name.
     """
@@ -177,6 +196,8 @@ class ExportManifest:
     recommends: RecommendedItems | None = None
     compiled: CompiledProgram | None = None
     sequences: Sequence[ExportedSequence] = ()
+    towers: Sequence[ExportedProgram] = ()
+    index: ItemIndex | None = None
     format: int = FORMAT
 
     def to_json(self) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from torch import Tensor
 from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.records import RecordBlock
-from distembed.data.dataset.schema import ITEM, USER
 from distembed.data.reader import Batch
 from distembed.data.table.vocabulary import FIRST_ID
 from distembed.serving.export.feature_vectors import plain_tensors
@@ -25,6 +24,7 @@ from distembed.serving.model_folder.manifest import ExportManifest
 from distembed.serving.model_folder.programs import Program
 from distembed.serving.row_decoder import (
     BadRow,
+    QueryItemsRowDecoder,
     RowDecoder,
     SequenceRowDecoder,
     TableRowDecoder,
@@ -71,13 +71,14 @@ class Scorer:
         self.manifest = manifest
         self._program, self._most_rows = program, most_rows
         dataset = Manifest.load(folder / _DATASET_FOLDER)
-        self._decoder = _decoder(folder / _DATASET_FOLDER, dataset, manifest.task)
+        self._decoder = _decoder(folder / _DATASET_FOLDER, dataset, manifest)
         self._schema = getattr(self._decoder, "batch_schema", dataset.schema)
-        self._needed = [USER] if manifest.task == "ranking" else list(self._decoder.columns.kinds)
+        optional = getattr(self._decoder, "optional", ())
+        self._needed = [name for name in self._decoder.columns.kinds if name not in optional]
         self._takes_numbers = "dense" in manifest.network.inputs
         vocabularies = {feature.name: feature.vocabulary for feature in manifest.features}
         self._recommends = manifest.recommends is not None
-        file = vocabularies.get(ITEM) if self._recommends else None
+        file = None if manifest.recommends is None else vocabularies.get(manifest.recommends.feature)
         self._items = None if file is None else _raw_values(folder / file)
 
     def score(self, requests: Sequence[RowRequest]) -> list[Scores]:
@@ -148,8 +149,13 @@ class Scorer:
         return pa.ListArray.from_arrays(pa.array(offsets), flat, mask=pa.array(~is_good))
 
 
-def _decoder(folder: Path, dataset: Manifest, task: str) -> RowDecoder:
+def _decoder(folder: Path, dataset: Manifest, manifest: ExportManifest) -> RowDecoder:
     """Returns the decoder of a task's raw rows."""
+    task = manifest.task
+    if task == "retrieval":
+        assert manifest.recommends is not None
+        names = [each.name for each in (*manifest.features, *manifest.numbers)]
+        return QueryItemsRowDecoder(folder, dataset, names, manifest.recommends.feature)
     if task == "ranking":
         return UserItemsRowDecoder(folder, dataset)
     return (SequenceRowDecoder if task == "next_item" else TableRowDecoder)(folder, dataset)

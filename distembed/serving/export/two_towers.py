@@ -1,0 +1,328 @@
+"""The programs of a model of two towers, and the index of its items.
+
+::
+
+    network.pt2             users, and items to leave out -> the best items and their scores
+    towers/user.pt2         users -> vectors, divided by the temperature
+    towers/item.pt2         items -> vectors
+    index/items.parquet     id, raw value and vector of each item of the catalogue
+    index/items.faiss       the vectors in a FAISS index, where it was asked for; entry i is row i of items.parquet
+
+The network has the vectors of the catalogue within and searches all of them, exactly, chunk by chunk. With the user's
+tower and the index, another system can search in its place. The item's tower gives vectors of new items.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+from distembed.base.errors import UserError
+from distembed.composition import Product
+from distembed.data.dataset.schema import DENSE_FEATURES, ITEM, SPARSE_FEATURES, CategoricalFeature, Schema
+from distembed.data.reader import Batch
+from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
+from distembed.embedding.config import CompositionalEmbeddingConfig
+from distembed.models.two_tower import Tower, TowerVectors, TwoTower
+from distembed.partitions import Naive
+from distembed.serving.export.feature_vectors import FeatureVectors, PlainFeature, PlainFeatures, plain_inputs
+from distembed.serving.export.programs import ProgramInputs, save_program
+from distembed.serving.export.recommenders import ItemChoice, QueriesOf, Recommended, left_out_ids
+from distembed.serving.export.table_groups import ExportStorage, StoredTable, TableGroup
+from distembed.serving.item_search import ItemSearch, ItemTable
+from distembed.serving.model_folder.manifest import ExportedProgram, ItemIndex, RecommendedItems
+from distembed.serving.whole_model import WholeModel
+from distembed.tasks import RetrievalTask
+from distembed.tasks.catalogue.item_vectors import ItemVectors
+from distembed.tasks.ranking import EXCLUDED
+from distembed.training.prediction_columns import recommended_values
+
+Faiss = Literal["flat", "hnsw"]
+"""Kinds of FAISS indexes: exact inner products, or a graph of near neighbours (HNSW)."""
+_HNSW_NEIGHBOURS = 32
+INDEX, FAISS_INDEX = "index/items.parquet", "index/items.faiss"
+
+
+class TowerProgram(nn.Module):
+    """Maps the features of users, or of items, to their vectors.
+
+    Args:
+        tower: The tower.
+        features: Its categorical features.
+        vectors: Looks them up.
+        score_divisor: The divisor of the vectors: the temperature for users, and 1 for items.
+    """
+
+    def __init__(
+        self, tower: Tower, features: Sequence[PlainFeature], vectors: FeatureVectors | None, score_divisor: float
+    ) -> None:
+        super().__init__()
+        self.tower, self.vectors = copy.deepcopy(tower).eval(), vectors
+        self._features, self._score_divisor = features, score_divisor
+
+    def forward(
+        self,
+        values: Int64[Tensor, " ids"],
+        lengths: Int64[Tensor, "features batch"],
+        dense: Float[Tensor, "batch numbers"] | None = None,
+    ) -> Float[Tensor, "batch dim"]:
+        """Returns the vector of each row."""
+        return self.of(PlainFeatures(self._features, values, lengths), lengths.shape[1], dense)
+
+    def of(self, features: PlainFeatures, num_rows: int, dense: Tensor | None) -> Float[Tensor, "batch dim"]:
+        """Returns the vectors of rows with these features."""
+        embedded: Any = None if self.vectors is None else self.vectors(features)
+        numbers = torch.empty(num_rows, 0) if dense is None else dense
+        vectors: Tensor = self.tower(embedded, numbers, num_rows)
+        return vectors / self._score_divisor
+
+
+class RetrievalProgram(nn.Module):
+    """Maps the features of users, and items to leave out, to the best other items and their scores."""
+
+    def __init__(self, user: TowerProgram, features: Sequence[PlainFeature], item: str, choice: ItemChoice) -> None:
+        super().__init__()
+        self.user, self.choice = user, choice
+        self._features, self._item = features, item
+
+    def forward(
+        self,
+        values: Int64[Tensor, " ids"],
+        lengths: Int64[Tensor, "features batch"],
+        dense: Float[Tensor, "batch numbers"] | None = None,
+    ) -> Recommended:
+        """Returns the best items of each row."""
+        features = PlainFeatures(self._features, values, lengths)
+        queries = self.user.of(features, lengths.shape[1], dense)
+        best: Recommended = self.choice(queries, *left_out_ids(features, self._item))
+        return best
+
+
+@dataclass(frozen=True)
+class TowerModel:
+    """A trained model of two towers with the vectors of its catalogue, in the form from which its programs are made.
+
+    Attributes:
+        model: The model.
+        schema: The columns of the dataset.
+        item: The feature of items.
+        reserved: The ids of missing and unknown items.
+        num_best: Number of items that the network returns for a row.
+        excludes_seen: Whether the network leaves out the given items.
+        scored: The vectors of the catalogue, as the trained model's task ranks them.
+        index: The items of the catalogue.
+    """
+
+    outputs = ("items", "scores")
+
+    model: TwoTower
+    schema: Schema
+    item: str
+    reserved: Sequence[int]
+    num_best: int
+    excludes_seen: bool
+    scored: ItemVectors
+    index: ItemTable
+
+    @classmethod
+    def of(cls, trained: WholeModel, reserved: Sequence[int], num_best: int) -> TowerModel:
+        """Computes the vectors of the catalogue.
+
+        Args:
+            trained: The model.
+            reserved: The ids of missing and unknown items.
+            num_best: Number of items that the network returns for a row.
+
+        Raises:
+            UserError: The model has no towers, its dataset is gone, or ``num_best`` exceeds the catalogue.
+        """
+        model, task = trained.module.model, trained.task
+        assert isinstance(task, RetrievalTask)
+        if not isinstance(model, TwoTower) or not isinstance(model.embeddings, CompositionalEmbeddingBagCollection):
+            raise UserError(
+                f"{type(model).__name__} cannot be exported: programs of towers are made of two_tower alone."
+            )
+        index = ItemSearch(trained, recommended_values(task.dataset, task).get(ITEM)).items()
+        if not 1 <= num_best <= len(index.ids):
+            raise UserError(f"--num-best is {num_best}, and it is from 1 to the {len(index.ids):,} items.")
+        schema, excludes_seen = trained.blueprint.schema, task.excludes_seen
+        return cls(model, schema, task.id_features[ITEM], reserved, num_best, excludes_seen, task.scored_items, index)
+
+    @property
+    def takes_numbers(self) -> bool:
+        """Whether the network takes numbers of users."""
+        return bool(self.numbers)
+
+    @property
+    def numbers(self) -> Sequence[str]:
+        """The dense features of users, which the network takes."""
+        return self.model.network.user.side.dense
+
+    @property
+    def features(self) -> list[PlainFeature]:
+        """The features of users, and the items to leave out."""
+        return [*self._plain(self.model.network.user), PlainFeature(self.item, is_list=True)]
+
+    @property
+    def num_items(self) -> int:
+        """The number of ids of items."""
+        return self._item_feature.num_embeddings
+
+    @property
+    def recommends(self) -> RecommendedItems:
+        """The manifest's description of the outputs."""
+        return RecommendedItems(self.item, self.num_best, self.excludes_seen)
+
+    @property
+    def tables(self) -> list[CompositionalEmbeddingConfig]:
+        """The tables of users' features, and the vectors of items as a table."""
+        return [*self._tables(self.model.network.user), self._vector_table]
+
+    @property
+    def _item_feature(self) -> CategoricalFeature:
+        return next(feature for feature in self.schema.categorical if feature.name == self.item)
+
+    @property
+    def _vector_table(self) -> CompositionalEmbeddingConfig:
+        return CompositionalEmbeddingConfig(
+            name=f"{self.item}_vectors",
+            num_embeddings=self.num_items,
+            embedding_dim=self.index.vectors.shape[1],
+            feature_names=[self.item],
+            partition=Naive(self.num_items),
+            composition=Product(),
+        )
+
+    def whole_program(self, storage: ExportStorage) -> RetrievalProgram:
+        """Returns the network."""
+        vectors = torch.zeros(self.num_items, self.index.vectors.shape[1])
+        bias = torch.full((self.num_items,), -torch.inf)  # of ids that no item has
+        ids = torch.from_numpy(self.index.ids)
+        vectors[ids], bias[ids] = torch.from_numpy(self.index.vectors), 0.0
+        group = TableGroup([StoredTable(self._vector_table, [vectors])], storage.precision)
+        choice = ItemChoice(group, self.num_items, bias, self.reserved, self.num_best)
+        user = self._program(self.model.network.user, self.model.network.score_divisor, storage)
+        return RetrievalProgram(user, self.features, self.item, choice)
+
+    def inputs(self, batch: Batch) -> ProgramInputs:
+        """Returns the network's inputs for a batch of queries, or of random rows without items to leave out."""
+        ids = batch[SPARSE_FEATURES]
+        assert isinstance(ids, KeyedJaggedTensor)
+        lists = {**ids.to_dict(), self.item: self.left_out(batch)}
+        names = [feature.name for feature in self.features]
+        features = KeyedJaggedTensor(
+            names,
+            torch.cat([lists[name].values().long() for name in names]),
+            lengths=torch.cat([lists[name].lengths().long() for name in names]),
+        )
+        fields = {SPARSE_FEATURES: features, DENSE_FEATURES: self._numbers(self.model.network.user, batch)}
+        return plain_inputs(Batch(fields, 1), self.features, self.takes_numbers)
+
+    def left_out(self, batch: Batch) -> JaggedTensor:
+        """Returns the items that are not recommended to each row of a batch."""
+        if EXCLUDED in batch:
+            excluded = batch[EXCLUDED]
+            assert isinstance(excluded, KeyedJaggedTensor)
+            return excluded[ITEM]
+        ids = batch[SPARSE_FEATURES]
+        assert isinstance(ids, KeyedJaggedTensor)
+        return ids[self.item]
+
+    def trained_queries(self, outputs: TowerVectors) -> QueriesOf:
+        """Returns the trained model's queries, and the items to rank for them."""
+        return QueriesOf(self.scored, outputs.queries.float(), None)
+
+    def save_towers(self, folder: Path, batch: Batch, storage: ExportStorage) -> list[ExportedProgram]:
+        """Saves the programs of both towers, given a batch of any rows, and returns their descriptions."""
+        saved = []
+        network = self.model.network
+        for name, tower, divisor in (("user", network.user, network.score_divisor), ("item", network.item, 1.0)):
+            features, tables = self._plain(tower), self._tables(tower)
+            fields = {**batch.fields, DENSE_FEATURES: self._numbers(tower, batch)}
+            inputs = plain_inputs(Batch(fields, 1), features, bool(tower.side.dense))
+            file = f"towers/{name}.pt2"
+            save_program(self._program(tower, divisor, storage), inputs, folder / file)
+            names = [feature.name for feature in features]
+            num_bytes = sum(map(storage.bytes, tables))
+            saved.append(ExportedProgram(file, list(inputs.tensors), ["vectors"], names, num_bytes))
+        return saved
+
+    def save_index(self, folder: Path, faiss: Faiss | None) -> ItemIndex:
+        """Writes the index of items, and a FAISS index where it is asked for; returns their description."""
+        (folder / INDEX).parent.mkdir()
+        pq.write_table(self.index.table(), folder / INDEX)
+        if faiss is not None:
+            write_faiss(self.index, folder / FAISS_INDEX, faiss)
+        faiss_file = None if faiss is None else FAISS_INDEX
+        return ItemIndex(INDEX, len(self.index.ids), self.index.vectors.shape[1], faiss_file)
+
+    def _plain(self, tower: Tower) -> list[PlainFeature]:
+        lists = {feature.name: feature.multi_hot for feature in self.schema.categorical}
+        return [PlainFeature(name, lists[name]) for name in tower.side.categorical]
+
+    def _tables(self, tower: Tower) -> list[CompositionalEmbeddingBagConfig]:
+        """Returns the tables of a tower's features, without features of the other tower."""
+        tables = []
+        for table in self._collection.tables():
+            names = [name for name in table.feature_names if name in tower.side.categorical]
+            if names:
+                tables.append(replace(table, feature_names=names, sse=None))
+        return tables
+
+    @property
+    def _collection(self) -> CompositionalEmbeddingBagCollection:
+        assert isinstance(self.model.embeddings, CompositionalEmbeddingBagCollection)
+        return self.model.embeddings
+
+    def _program(self, tower: Tower, score_divisor: float, storage: ExportStorage) -> TowerProgram:
+        tables, features = self._tables(tower), self._plain(tower)
+        weights: Mapping[str, Sequence[Tensor]] = {table.name: self._collection.weights(table.name) for table in tables}
+        by_name = {feature.name: feature for feature in features}
+        vectors = FeatureVectors(tables, weights, by_name, storage) if tables else None
+        return TowerProgram(tower, features, vectors, score_divisor)
+
+    @staticmethod
+    def _numbers(tower: Tower, batch: Batch) -> Tensor:
+        """Returns a batch's dense features of a tower."""
+        dense = batch[DENSE_FEATURES]
+        assert isinstance(dense, Tensor)
+        return dense[:, list(tower.side.dense_columns)]
+
+
+def require_faiss() -> Any:
+    """Returns the module ``faiss``.
+
+    Raises:
+        UserError: It is not installed.
+    """
+    try:
+        import faiss
+    except ImportError as error:
+        raise UserError(
+            "--faiss writes an index of FAISS, which is not installed: `pip install 'distembed[faiss]'` (faiss-cpu), "
+            "or leave --faiss out; index/items.parquet has the vectors without it."
+        ) from error
+    return faiss
+
+
+def write_faiss(items: ItemTable, file: Path, kind: Faiss) -> None:
+    """Writes the vectors of items as a FAISS index of inner products; entry i is row i of the items."""
+    faiss = require_faiss()
+    vectors = np.ascontiguousarray(items.vectors, np.float32)
+    dim = vectors.shape[1]
+    if kind == "flat":
+        index = faiss.IndexFlatIP(dim)
+    else:
+        index = faiss.IndexHNSWFlat(dim, _HNSW_NEIGHBOURS, faiss.METRIC_INNER_PRODUCT)
+    index.add(vectors)
+    faiss.write_index(index, str(file))
