@@ -154,7 +154,7 @@ def _decoder(folder: Path, dataset: Manifest, manifest: ExportManifest) -> RowDe
     task = manifest.task
     if task == "retrieval":
         assert manifest.recommends is not None
-        names = [each.name for each in (*manifest.features, *manifest.numbers)]
+        names = [*(each.name for each in manifest.features), *(each.name for each in manifest.numbers)]
         return QueryItemsRowDecoder(folder, dataset, names, manifest.recommends.feature)
     if task == "ranking":
         return UserItemsRowDecoder(folder, dataset)
