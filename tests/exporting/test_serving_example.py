@@ -75,9 +75,9 @@ def test_the_example_scores_the_sample_and_raw_rows_as_the_trainer_with_torch_al
         np.testing.assert_allclose(found, sample["outputs"]["prediction"], atol=2e-6)
 
 
-def test_the_example_has_at_most_a_hundred_lines_and_imports_torch_and_the_standard_library(model: Path) -> None:
+def test_the_example_has_at_most_120_lines_and_imports_torch_and_the_standard_library(model: Path) -> None:
     text = (model / EXAMPLE_NAME).read_text()
-    assert len(text.splitlines()) <= 100
+    assert len(text.splitlines()) <= 120
     imported = [line.split()[1] for line in text.splitlines() if line.startswith(("import ", "from "))]
     assert imported == ["json", "math", "re", "decimal", "pathlib", "torch"]
 

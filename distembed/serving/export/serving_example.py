@@ -38,7 +38,7 @@ def number(how, x):  # None for a missing value
 
 
 def dense(how, x):
-    if (x := number(how, x)) is None or math.isnan(x):
+    if (x := number(how, x)) is None:
         return math.nan if how.get("missing") == "keep" else 0.0
     if torch.tensor(x).isinf():
         raise ValueError("too large")
@@ -73,27 +73,21 @@ def ids(feature, value):
 
 
 def entries(how, value):  # of a list
-    if isinstance(value, (list, tuple)):
-        return value
-    if (x := text({"missing_values": []}, value)) is None:
-        return []
-    return x.split(how["separator"]) if how.get("separator") else [value]
+    if isinstance(value, (list, tuple)) or (value := text({"missing_values": []}, value)) is None:
+        return value or []
+    return value.split(how["separator"]) if how.get("separator") else [value]
 
 
 def sequence(about, row):  # a number for each id of the list beside
-    how, feature = about["change"], next(each for each in ABOUT["features"] if each["name"] == about["beside"])
+    feature = next(each for each in ABOUT["features"] if each["name"] == about["beside"])
+    how, beside, is_id = dict(about["change"]), feature["change"], feature["vocabulary"] is None
     values, raw = (entries(each["change"], row.get(each["name"])) for each in (feature, about))
-    numbers = [math.nan if (x := number(how, each)) is None else x for each in raw]
-    if all(map(math.isnan, numbers)):
-        numbers = [math.nan] * len(values)
-    if len(numbers) != len(values):
-        raise ValueError("not a number for each value")
-    if how.get("gap_to") is not None:
-        end = number(how, row.get(how["gap_to"]))
-        numbers = [math.nan if end is None else end - x for x in numbers]
-    has_key = [feature["vocabulary"] is None or key(feature["change"], each) is not None for each in values]
-    numbers = [dense(how, x) for x, has in zip(numbers, has_key, strict=True) if has]
-    return numbers[-(feature["change"].get("max_length") or len(numbers)) :]
+    end = number(how, row.get(how["gap_to"])) if (is_gap := how.get("gap_to") is not None) else 0
+    xs = [None if (x := number(how, each)) is None or end is None else end - x if is_gap else x for each in raw]
+    xs = xs if any(number(how, each) is not None for each in raw) else [None] * len(values)
+    how |= {"missing_values": []}  # of a gap, no number stands for a missing one
+    xs = [dense(how, x) for value, x in zip(values, xs, strict=True) if is_id or key(beside, value) is not None]
+    return xs[-(beside.get("max_length") or len(xs)) :]
 
 
 def score(rows):  # such as [{"C1": "68fd1e64", "genres": ["drama", "war"], "I1": 3.0}]
@@ -114,11 +108,9 @@ def score(rows):  # such as [{"C1": "68fd1e64", "genres": ["drama", "war"], "I1"
     numbers = [[made(dense, n["change"], n["name"], row) for n in ABOUT["numbers"]] for row in range(len(rows))]
     vectors = [shard(*inputs(about["features"])) for shard, about in zip(SHARDS, ABOUT["shards"], strict=True)]
     first = [torch.cat(vectors, dim=1)] if SHARDS else inputs(ABOUT["network"]["features"])
-    more = [torch.tensor(numbers)] if "dense" in ABOUT["network"]["inputs"] else []
-    if ABOUT["sequences"]:
-        lists = [made(sequence, each, each["name"], row) for each in ABOUT["sequences"] for row in range(len(rows))]
-        more.append(torch.tensor([x for numbers in lists for x in numbers], dtype=torch.float32))
-    return NETWORK(*first, *more)
+    lists = [made(sequence, each, each["name"], row) for each in ABOUT["sequences"] for row in range(len(rows))]
+    more = {"dense": numbers, "sequences": [x for own in lists for x in own]}
+    return NETWORK(*first, *(torch.tensor(more[name]).float() for name in ABOUT["network"]["inputs"] if name in more))
 
 
 if __name__ == "__main__":
