@@ -33,6 +33,7 @@ FREE_STEPS, STRICT_STEPS = 4, 3
 MODELS: dict[str, list[str]] = {
     "dlrm": [],
     "dcn": ["model={name: dcn, deep: [16], num_cross_layers: 2}"],
+    "ple": ["model={name: ple, deep: [16], tower: [8]}", "task={name: multi, labels: {label: {positive_weight: 2.0}}}"],
     "bf16": ["train.precision=bf16"],
     "adam": ["train.dense_optimizer={name: adam, learning_rate: 0.01}"],
     "paths": ["embedding.default.composition=path_mlp", "embedding.default.hidden=[4]"],
