@@ -124,7 +124,7 @@ def test_metrics_are_of_what_is_predicted(config: Path, tmp_path: Path) -> None:
     recorded = json.loads((run / "run.json").read_text())
     assert recorded["metrics"][0]["name"] == "stars.rmse"
     assert recorded["best"]["value"] == min(line["stars.rmse"] for line in metrics(run, "eval")[:-1])
-    assert "stars RMSE" in call("report", run)
+    assert "stars RMSE" in call("report", run, "--output", tmp_path / "report.html")
     assert f"click: logloss {found['click.logloss']:.4f}" in call("evaluate", run)
 
 
