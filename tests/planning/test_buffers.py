@@ -42,7 +42,7 @@ from distembed.optim.optimizers import Optimizers, fuse_sparse_optimizer, needs_
 from distembed.planning.buffers import Step, StepBuffers
 from distembed.planning.networks import NetworkEstimate, estimate_network
 from distembed.planning.request import Workload
-from distembed.sharding import default_sharders
+from distembed.sharding import default_sharders, limit_gradients
 from distembed.sharding.bag_collection import ShardedCompositionalEmbeddingBagCollection
 from distembed.tasks import ClickTask
 from distembed.training.pipeline import StepPipeline, TaskModel
@@ -112,6 +112,7 @@ class Case:
     """Ids of a bag: from 1, or from 0 where they are 1 on average."""
     data_type: str = "fp32"
     exchange: VectorExchange = VectorExchange()
+    max_gradient: float | None = None
 
     def has_bags(self, feature: int) -> bool:
         return self.is_multi_hot and feature in self.multi_hot
@@ -173,6 +174,8 @@ def sharded(case: Case, world_size: int) -> tuple[DistributedModelParallel, Opti
     dmp = DistributedModelParallel(
         task, env=env, device=cpu, plan=plan, sharders=sharders, init_data_parallel=world_size > 1
     )
+    if case.max_gradient is not None:
+        limit_gradients(dmp, case.max_gradient)
     return dmp, Optimizers(dmp, DenseOptimizerConfig(name=case.dense), sparse, num_steps=10)  # type: ignore[arg-type]
 
 
@@ -247,6 +250,7 @@ CASES = [
     if (layout, composition) != ("column_wise", "path_mlp")
 ]
 MIXED_CASES = [
+    Case(("table_wise", "data_parallel"), max_gradient=1e-3),
     # of some features and not of others, in either order, and bags that are short or empty
     Case(("table_wise",), is_multi_hot=True, multi_hot=(7,), mean=20.0),
     Case(("table_wise",), is_multi_hot=True, multi_hot=(0, 1, 2, 3), mean=3.0),
