@@ -35,6 +35,8 @@ from distembed.models.layers import MLP, StackFeatures
 from distembed.models.soft_one_hot import SoftOneHot
 from distembed.models.two_tower_config import TwoTowerConfig
 
+_LEAST_SQUARE = 1e-12
+
 
 @dataclass(frozen=True)
 class TowerVectors:
@@ -113,7 +115,17 @@ class Tower(nn.Module):
             encoded = self.soft_one_hot(numbers[:num_rows]).flatten(1)
             vectors.append(encoded.to(vectors[0].dtype) if vectors else encoded)
         outputs: Tensor = self.mlp(torch.cat(vectors, dim=1)).float()
-        return nn.functional.normalize(outputs, dim=1) if self.normalize else outputs
+        return unit_vectors(outputs) if self.normalize else outputs
+
+
+def unit_vectors(vectors: Float[Tensor, "rows dim"]) -> Float[Tensor, "rows dim"]:
+    """Divides vectors by their lengths.
+
+    A vector shorter than 1e-6 has no direction. It becomes 0 and has no gradient: a new network gives 0 for a row
+    without any feature, where the gradient of a division by the length would exceed all other gradients by far.
+    """
+    squares = vectors.square().sum(1, keepdim=True)
+    return vectors * torch.where(squares > _LEAST_SQUARE, squares.clamp(min=_LEAST_SQUARE).rsqrt(), 0.0)
 
 
 class Towers(nn.Module):

@@ -44,7 +44,7 @@ from distembed.tasks.catalogue.item_vectors import ItemVectors
 from distembed.tasks.catalogue.keyed_rows import KeyedRows, columns_of
 from distembed.tasks.catalogue.rank_rows import RankRows, gather_with_gradients
 from distembed.tasks.catalogue.softmax import BatchCandidates
-from distembed.tasks.catalogue.user_items import count_items
+from distembed.tasks.catalogue.user_items import count_items, count_unknown
 from distembed.tasks.ranking import EXCLUDED, RELEVANT, item_features
 from distembed.tasks.ranking_metrics import RankingMetrics, coverage, coverage_metric
 from distembed.tasks.recommendations import (
@@ -91,6 +91,7 @@ class RetrievalTask(Task):
         self._reserved = reserved_ids(manifest, self._item)
         self._reserved_users = () if self._config.user is None else reserved_ids(manifest, self._config.user)
         self._user_items: dict[tuple[str, ...], UserItems] = {}
+        self._unknown: dict[str, int] = {}
         self.scored_items = ItemVectors()
 
     @property
@@ -166,10 +167,14 @@ class RetrievalTask(Task):
         return share
 
     def _items_of(self, splits: list[str]) -> UserItems:
-        """Returns each user's distinct items in some splits; the result is cached by the names of the splits."""
+        """Returns each known user's distinct items in some splits; the result is cached by the names of the splits.
+
+        Rows with a missing or unknown user share an id and are of many users, who have no items here.
+        """
         key = tuple(splits)
         if key not in self._user_items:
-            self._user_items[key] = UserItems.of_splits(self._started.dataset, splits, self._pairs)
+            items = UserItems.of_splits(self._started.dataset, splits, self._pairs)
+            self._user_items[key] = items.without(self._reserved_users)
         return self._user_items[key]
 
     def prepare_batch(self, batch: Batch, position: BatchPosition | None) -> Batch:
@@ -259,6 +264,7 @@ class RetrievalTask(Task):
     def query_batches(self, split: str, batch_size: int) -> Iterator[Batch]:
         """Yields this rank's queries of a split: one for each user, from its first row, or one for each row."""
         ranks, dataset, user = self._started.ranks, self._started.dataset, self._config.user
+        self._unknown = count_unknown(dataset, split, self._pairs)
         if user is None:
             for batch in read_share(dataset, split, batch_size, rank=ranks.rank, world_size=ranks.world_size):
                 yield self.prepare_batch(batch, None)
@@ -334,7 +340,13 @@ class RetrievalTask(Task):
         return {name: outputs[name] for name in self.outputs}
 
     def metrics(self, rows: Rows) -> dict[str, float]:
-        metrics = seen_items_metrics(self._config.excludes_seen, rows) | self._metrics.means(rows["metrics"])
+        """Returns the means of the metrics over queries, the coverage, and the numbers of pairs that no query has.
+
+        ``unknown_targets`` and ``unknown_users`` count the pairs of the last split read by :meth:`query_batches` whose
+        item or user is missing or out of the vocabulary.
+        """
+        metrics = seen_items_metrics(self._config.excludes_seen, rows) | self._unknown
+        metrics |= self._metrics.means(rows["metrics"])
         best = self._num_best
         return metrics | {f"coverage@{best}": coverage(rows["best"], best, len(self.catalogue))}
 

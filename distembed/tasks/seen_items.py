@@ -26,6 +26,7 @@ from distembed.data.dataset.config import DataConfig
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.mirror import dataset_folder
 from distembed.data.dataset.row_groups import RowGroup, list_row_groups
+from distembed.data.dataset.schema import USER
 from distembed.data.table.vocabulary import reserved_ids
 from distembed.tasks.config import TaskConfig
 from distembed.tasks.next_item_config import NextItemConfig
@@ -107,8 +108,8 @@ def splits_of_seen_items(data: DataConfig, dataset: str, split: str | None, excl
 def _count_repeats(dataset: str, manifest: Manifest, split: str, columns: PairColumns) -> tuple[int, int]:
     """Returns how many items of a split repeat an earlier item of their owner, and the number of items looked at.
 
-    The owner is the user of a rating, or the row of a sequence. A sequence's first item, which cannot be a target, is
-    not among the items looked at; its reading stops after ``_MOST_ITEMS``.
+    The owner is the known user of a rating, or the row of a sequence. A sequence's first item, which cannot be a
+    target, is not among the items looked at; its reading stops after ``_MOST_ITEMS``.
     """
     item = next(feature for feature in manifest.schema.categorical if feature.name == columns.item)
     reserved = reserved_ids(manifest, columns.item)  # of missing or unknown items, which may differ: no repeats
@@ -120,6 +121,9 @@ def _count_repeats(dataset: str, manifest: Manifest, split: str, columns: PairCo
     if not item.multi_hot:
         pairs = [np.zeros((2, 0), np.int64), *map(np.stack, _read(dataset, manifest, split, columns.read))]
         users, items = np.concatenate(pairs, axis=1)
+        # a missing or unknown user is many users
+        is_known = ~np.isin(users, reserved_ids(manifest, columns.user or USER))
+        users, items = users[is_known], items[is_known]
         return repeats(users, items), len(items)
     num_repeats = num_items = 0
     for table in _read(dataset, manifest, split, lambda group: group.read([columns.item])):

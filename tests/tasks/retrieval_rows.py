@@ -25,10 +25,11 @@ split: column:split
 """
 
 
-def write_rows(path: Path) -> Path:
+def write_rows(path: Path, hard: bool = False) -> Path:
     """Writes rows of users who click films whose numbers are near their own; a film has the same features everywhere.
 
-    Some numbers and lists are missing.
+    Some numbers and lists are missing. In ``hard`` rows users and films are missing or out of the vocabulary too, and a
+    film's genres change from row to row.
     """
     rng = np.random.default_rng(0)
     genres = [sorted({f"g{film % 4}", f"g{film % 7}"}) if film % 9 else [] for film in range(NUM_ITEMS)]
@@ -40,16 +41,20 @@ def write_rows(path: Path) -> Path:
             history = [f"f{int(each)}" for each in (user + rng.integers(0, 6, rng.integers(0, 4))) % NUM_ITEMS]
             age = "" if user % 11 == 0 else f"{user / 7:.3f}"
             price = "" if film % 13 == 0 else f"{film / 9:.3f}"
-            fields = [click, f"u{user}", f"f{film}", f"c{user % 3}", "|".join(history), "|".join(genres[film])]
+            names, own_genres = [f"u{user}", f"f{film}"], genres[film]
+            if hard:
+                names = [["", f"rare {len(lines)}", name][min(2, int(rng.integers(12)))] for name in names]
+                own_genres = genres[int(rng.integers(NUM_ITEMS))]
+            fields = [click, *names, f"c{user % 3}", "|".join(history), "|".join(own_genres)]
             lines.append(",".join(map(str, [*fields, age, price, split])))
     path.write_text("\n".join(lines) + "\n")
     return path
 
 
-def prepare_rows(folder: Path) -> Path:
-    """Returns the dataset that ``distembed prepare table`` makes of the rows."""
+def prepare_rows(folder: Path, hard: bool = False) -> Path:
+    """Returns the dataset that ``distembed prepare table`` makes of the rows of :func:`write_rows`."""
     (folder / "schema.yaml").write_text(SCHEMA)
-    rows = write_rows(folder / "rows.csv")
+    rows = write_rows(folder / "rows.csv", hard)
     call("prepare", "table", rows, "--schema", folder / "schema.yaml", "--output", folder / "films")
     return folder / "films"
 

@@ -20,9 +20,11 @@ from distembed.data.dataset.schema import LABELS, SPARSE_FEATURES, WEIGHTS
 from distembed.data.reader import Batch, BatchOrder, BatchReader
 from distembed.embedding import CompositionalEmbeddingBagCollection
 from distembed.models import ModelInputs, TwoTower
+from distembed.models.two_tower import unit_vectors
 from distembed.tasks import RetrievalTask
 from distembed.tasks.base import BatchPosition, TaskContext
 from distembed.tasks.catalogue.keyed_rows import KeyedRows, columns_of
+from distembed.tasks.ranking import EXCLUDED
 from distembed.tasks.retrieval import ITEM_IDS
 from distembed.training.config import Config, load_config
 from tests.small_runs import call, distembed, losses, metrics, stopped_at
@@ -32,6 +34,15 @@ from tests.tasks.retrieval_rows import prepare_rows, write_config
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare_rows(tmp_path_factory.mktemp("films"))
+
+
+@pytest.fixture(scope="module")
+def datasets(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {"plain": dataset, "hard": prepare_rows(tmp_path_factory.mktemp("hard"), hard=True)}
+
+
+RESERVED = (0, 1)
+"""Ids of missing and unknown values."""
 
 
 def make(dataset: Path, path: Path, **sections: Any) -> tuple[RetrievalTask, TwoTower, Config]:
@@ -110,8 +121,9 @@ def read_batch(dataset: Path, num_rows: int) -> Batch:
 
 
 def features_of_items(dataset: Path) -> dict[int, dict[str, Any]]:
-    """Returns the last row of each item in training, or else in an earlier of test and validation."""
-    return {row["film"]: row for split in ("test", "validation", "train") for row in rows_of(dataset, split)}
+    """Returns the last row of each known item in training, or else in an earlier of test and validation."""
+    rows = [row for split in ("test", "validation", "train") for row in rows_of(dataset, split)]
+    return {row["film"]: row for row in rows if row["film"] not in RESERVED}
 
 
 @pytest.mark.parametrize(
@@ -183,21 +195,32 @@ def outputs_of(task: RetrievalTask, model: TwoTower, split: str) -> dict[str, An
     return {name: np.concatenate(values) for name, values in found.items()}
 
 
+@pytest.mark.parametrize("kind", ["plain", "hard"])
 @pytest.mark.parametrize(("user", "exclude_seen"), [("user", True), ("user", False), (None, False)])
-def test_evaluations_equal_loops(dataset: Path, tmp_path: Path, user: str | None, exclude_seen: bool) -> None:
+def test_evaluations_equal_loops(
+    datasets: dict[str, Path], tmp_path: Path, user: str | None, exclude_seen: bool, kind: str
+) -> None:
+    dataset = datasets[kind]
     task, model, _ = make(dataset, tmp_path, task={"user": user, "exclude_seen": exclude_seen})
     found = task.metrics(outputs_of(task, model, "test"))
     equations, items = Equations(model, True, 0.3), features_of_items(dataset)
     earlier = [row for split in ("train", "validation") for row in rows_of(dataset, split) if row["label"]]
     queries: list[tuple[dict[str, Any], set[int]]] = []
-    for row in (row for row in rows_of(dataset, "test") if row["label"]):
+    pairs = [row for row in rows_of(dataset, "test") if row["label"]]
+    assert found["unknown_targets"] == sum(row["film"] in RESERVED for row in pairs)
+    assert found["unknown_users"] == sum(user is not None and row["user"] in RESERVED for row in pairs)
+    assert (found["unknown_targets"] > 0) == (kind == "hard")
+    for row in pairs:
+        if user and row["user"] in RESERVED:
+            continue
         known = next((relevant for query, relevant in queries if user and query["user"] == row["user"]), None)
         if known is None:
-            queries.append((row, {row["film"]}))
-        else:
-            known.add(row["film"])
+            queries.append((row, known := set()))
+        known.update({row["film"]} - {*RESERVED})
     expected: dict[str, list[float]] = {"recall@3": [], "ndcg@3": [], "mrr": [], "recall@10": []}
     for query, relevant in queries:
+        if not relevant:
+            continue
         seen = {row["film"] for row in earlier if exclude_seen and row["user"] == query["user"]}
         scores = {item: equations.score(query, row).item() for item, row in items.items() if item not in seen}
         ranked = sorted(scores, key=lambda item: -scores[item])
@@ -209,9 +232,37 @@ def test_evaluations_equal_loops(dataset: Path, tmp_path: Path, user: str | None
         expected["mrr"].append(1 / (places[0] + 1) if places else 0.0)
     for name, values in expected.items():
         assert found[name] == pytest.approx(np.mean(values), abs=1e-6), name
-    num_test_rows = len(rows_of(dataset, "test"))
-    assert found["rows"] == (len(queries) if user else num_test_rows)
+    if kind == "plain":
+        assert found["rows"] == (len(queries) if user else len(rows_of(dataset, "test")))
     assert found["exclude_seen"] == exclude_seen
+
+
+def test_only_known_users_have_seen_items(datasets: dict[str, Path], tmp_path: Path) -> None:
+    task, _, _ = make(datasets["hard"], tmp_path, task={"exclude_seen": True})
+    batch = read_batch(datasets["hard"], 60)
+    users = batch[SPARSE_FEATURES]["user"].values().tolist()
+    num_seen = task.prediction_batch(batch)[EXCLUDED]["item"].lengths().tolist()
+    assert set(RESERVED) < set(users)
+    assert all(count == 0 for user, count in zip(users, num_seen, strict=True) if user in RESERVED)
+    assert sum(num_seen) > 0
+
+
+def test_a_row_without_features_has_a_small_gradient_in_a_new_network(dataset: Path, tmp_path: Path) -> None:
+    task, model, _ = make(dataset, tmp_path, task={"user": None})
+    batch = task.prepare_batch(read_batch(dataset, 16), BatchPosition(0, 0))
+    vectors = torch.zeros(2, 6, requires_grad=True)
+    unit = unit_vectors(vectors + torch.tensor([[0.0] * 6, [3.0, 4.0, 0.0, 0.0, 0.0, 0.0]]))
+    unit.sum().backward()
+    assert unit[0].tolist() == [0.0] * 6 and unit[1].tolist() == pytest.approx([0.6, 0.8, 0, 0, 0, 0])
+    assert vectors.grad is not None and vectors.grad[0].tolist() == [0.0] * 6
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "embeddings" in name or "soft_one_hot" in name:  # as if no row had a feature
+                parameter.zero_()
+    total, _ = task.step(model(*[batch[name] for name in model.batch_fields]), batch)
+    total.backward()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert total.isfinite() and all(gradient.to_dense().abs().max() < 100 for gradient in gradients)
 
 
 @pytest.mark.parametrize("keep", ["first", "last"])

@@ -199,6 +199,13 @@ def test_seen_items_stay_where_users_repeat_more_than_a_hundredth(
     assert record is not None and (record["repeats"], record["items"]) == (repeats, len(pairs))
 
 
+def test_missing_and_unknown_users_repeat_nothing(tmp_path: Path) -> None:
+    pairs = [[0, 5], [0, 5], [1, 6], [1, 6], [2, 5], [2, 5], [3, 5]]  # ids 0 and 1 are of many users
+    manifest = dataclasses.replace(write(tmp_path, pairs=pairs), vocabularies={"user": "user.parquet"})
+    _, record = decided_task(PAIR, str(tmp_path), manifest, "train")
+    assert record is not None and (record["repeats"], record["items"]) == (1, 3)
+
+
 def test_a_setting_and_a_dataset_without_duplicates_decide_without_reading(tmp_path: Path) -> None:
     manifest = write(tmp_path, [[1, 1, 1]])
     (tmp_path / "rows.parquet").unlink()

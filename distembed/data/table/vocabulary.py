@@ -32,12 +32,15 @@ KEY_TYPES: dict[KeyKind, pa.DataType] = {"hexadecimal": pa.uint32(), "integer": 
 """Type of the keys in a vocabulary's file, by the kind of the values."""
 
 
-def reserved_ids(manifest: Manifest, table: str) -> tuple[int, ...]:
-    """Returns the ids of a table that stand for no raw value: 0 (missing), and with a vocabulary 1 (out of it).
+def reserved_ids(manifest: Manifest, name: str) -> tuple[int, ...]:
+    """Returns the ids of a feature, or of a table, that stand for no raw value.
+
+    They are 0 (missing), and with a vocabulary 1 (out of it).
 
     Returns no ids for a dataset that was not made by ``distembed prepare``, whose ids are all values.
     """
-    if table in manifest.vocabularies:
+    tables = {feature.name: feature.table_name for feature in manifest.schema.categorical}
+    if tables.get(name, name) in manifest.vocabularies:
         return MISSING_ID, OUT_OF_VOCABULARY_ID
     is_prepared = "hash_size" in manifest.preparation or "schema" in manifest.preparation
     return (MISSING_ID,) if is_prepared else ()  # of hashed values, and of bins

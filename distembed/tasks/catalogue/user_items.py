@@ -27,6 +27,7 @@ from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.mirror import dataset_folder
 from distembed.data.dataset.row_groups import list_row_groups
 from distembed.data.dataset.schema import ITEM, USER, Schema
+from distembed.data.table.vocabulary import reserved_ids
 from distembed.tasks.pair_columns import PairColumns
 
 _PAIRS = PairColumns()
@@ -94,6 +95,12 @@ class UserItems:
         """Returns the same items with their arrays on a device."""
         return UserItems(self.num_items, self.offsets.to(device), self.keys.to(device))
 
+    def without(self, users: Sequence[int]) -> UserItems:
+        """Returns the items of all other users; the given ones have none."""
+        keys = self.keys[~torch.isin(self.keys // self.num_items, torch.tensor(users, dtype=torch.int64))]
+        offsets = torch.searchsorted(keys, torch.arange(self.num_users + 1) * self.num_items)
+        return UserItems(self.num_items, offsets, keys)
+
     def of(self, users: Int64[Tensor, " rows"]) -> JaggedTensor:
         """Returns the items of each row's user, ascending; on a GPU the call synchronises, to learn their number."""
         starts, ends = self.offsets[users], self.offsets[users + 1]
@@ -134,6 +141,22 @@ def count_items(dataset: str | os.PathLike[str], split: str, columns: PairColumn
         _, items = replace(columns, user=None).read(group)
         counts += np.bincount(items, minlength=len(counts))
     return torch.from_numpy(counts)
+
+
+def count_unknown(dataset: str | os.PathLike[str], split: str, columns: PairColumns) -> dict[str, int]:
+    """Returns how many pairs of a split have a missing or unknown item, and a missing or unknown user.
+
+    The keys are ``unknown_targets`` and ``unknown_users``. Without a user column no user is unknown.
+    """
+    manifest = Manifest.load(dataset)
+    reserved_items = reserved_ids(manifest, columns.item)
+    reserved_users = () if columns.user is None else reserved_ids(manifest, columns.user)
+    unknown = {"unknown_targets": 0, "unknown_users": 0}
+    for group in list_row_groups(dataset_folder(dataset), manifest, split):
+        users, items = columns.read(group)
+        unknown["unknown_targets"] += int(np.isin(items, reserved_items).sum())
+        unknown["unknown_users"] += int(np.isin(users, reserved_users).sum())
+    return unknown
 
 
 def _keys(users: NDArray[np.int64], items: NDArray[np.int64], num_users: int, num_items: int) -> NDArray[np.int64]:
