@@ -38,6 +38,7 @@ class ESMM(FeatureVectorModel):
     def logits(self, vectors: Float[Tensor, "batch vectors dim"]) -> Float[Tensor, "batch labels"]:
         inputs = vectors.flatten(1)
         towers = self.towers([inputs, inputs])
+        towers = towers.to(torch.promote_types(towers.dtype, torch.float32))  # the sums below are not rounded to bf16
         click = towers[:, 0]
         both = logit_of_both(click, towers[:, 1])
         return torch.stack([click, both] if self.clicks_first else [both, click], dim=1)

@@ -21,7 +21,8 @@ class ESMMConfig(FeatureVectorConfig):
 
     Attributes:
         name: The model's name, ``esmm``.
-        click: Name of the label of clicks; the other of the two labels is the conversion. Null for the first label.
+        click: Name of the label of clicks; the other of the two labels is the conversion. Null for the label that the
+            conversion's ``task.labels.NAME.after`` names; for a model built without a task, the first label.
         deep: Hidden sizes of each tower.
     """
 

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from distembed.tasks.binary_metrics import Floats
 
 
+NEED_BOTH_LABELS = ("auc", "gauc", "normalized_entropy")
+"""Metrics of clicks that are defined only on rows with the labels 0 and 1."""
+
+
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class ClickLossConfig:
     """The settings of the loss of a label of 0 and 1.
@@ -62,7 +66,7 @@ class ClickConfig(ClickLossConfig):
     @property
     def needs_both_labels(self) -> bool:
         """Whether the headline metric is defined only on rows with and without clicks."""
-        return self.headline != "logloss"
+        return self.headline in NEED_BOTH_LABELS
 
     def check_labels(self, labels: "Floats", where: str) -> None:
         """Refuses labels other than 0 and 1, also fractions, for which no AUC is defined."""

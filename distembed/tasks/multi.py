@@ -77,7 +77,7 @@ class MultiTask(Task):
 
     def __init__(self, config: MultiConfig, schema: Schema) -> None:
         labels = config.chosen_labels(schema)
-        self._all_labels = schema.label_names
+        self._all_labels, self._labels = schema.label_names, config.labels
         self._parts = [_Part.of(label, config.labels.get(label.name, LabelConfig())) for label in labels]
         self._weights = RowWeights()
         reported = [
@@ -124,7 +124,7 @@ class MultiTask(Task):
                     "Prepare the data with `at_least: 4` at the label in the schema, which makes 0 and 1 of numbers; "
                     "or with `kind: number`.",
                 )
-        chosen = [_after(columns, part) for part in self._parts]
+        chosen = [_after(columns, self._labels, part.label.name) for part in self._parts]
         return dataclasses.replace(batch, fields={**batch.fields, LABELS: torch.stack(chosen, dim=1)})
 
     def step(self, outputs: Float[Tensor, "batch labels"], batch: Batch) -> tuple[Tensor, Outputs]:
@@ -227,10 +227,15 @@ def _with_headline(reported: list[ReportedMetric], headline: str | None) -> tupl
     return headline_first(reported, None if headline is None else one_of("task.headline", headline, names))
 
 
-def _after(columns: Mapping[str, Float[Tensor, " batch"]], part: _Part) -> Float[Tensor, " batch"]:
-    """Returns a label's column; of one after another label, 0 where that label is 0, and NaN where it is missing."""
-    own = columns[part.label.name]
-    if part.config.after is None:
-        return own
-    before = columns[part.config.after]
-    return torch.where(before == 1, own, before)
+def _after(
+    columns: Mapping[str, Float[Tensor, " batch"]], settings: Mapping[str, LabelConfig], name: str
+) -> Float[Tensor, " batch"]:
+    """Returns a label's column; of one after another label, 0 where that label is 0, and NaN where it is missing.
+
+    In a chain, such as a click, a purchase after it and a return after that, each label follows the one before.
+    """
+    after = settings[name].after if name in settings else None
+    if after is None:
+        return columns[name]
+    before = _after(columns, settings, after)
+    return torch.where(before == 1, columns[name], before)

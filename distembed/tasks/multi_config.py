@@ -5,14 +5,14 @@ from dataclasses import field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import pydantic.dataclasses
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from distembed.base.errors import UserError
 from distembed.base.lazy import imported
 from distembed.base.names import STRICT, one_of
 from distembed.data.dataset.schema import Label, LabelKind, Schema
 from distembed.optim.config import NonNegativeNumber
-from distembed.tasks.click_config import ClickLossConfig
+from distembed.tasks.click_config import NEED_BOTH_LABELS, ClickLossConfig
 from distembed.tasks.rating_config import NumberConfig
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class LabelConfig(ClickLossConfig, NumberConfig):
         weight: Factor on the label's loss.
         after: For a binary label, the name of the binary label that precedes it, such as the click before a
             conversion: the label is 1 in rows where both are 1, and 0 in rows where the other is 0, also if the label
-            is missing there. Null for the label as it is.
+            is missing there. The other label may be after a third one. Null for the label as it is.
     """
 
     weight: NonNegativeNumber = 1.0
@@ -54,6 +54,18 @@ class MultiConfig:
     labels: dict[str, LabelConfig] = field(default_factory=dict)
     headline: Annotated[str, Field(min_length=1)] | None = None
 
+    @model_validator(mode="after")
+    def _no_label_is_after_itself(self) -> "MultiConfig":
+        for name in self.labels:
+            chain = [name]
+            while chain[-1] in self.labels and (after := self.labels[chain[-1]].after) is not None:
+                if after in chain:
+                    raise ValueError(
+                        f"labels are after one another in a circle, {', '.join(chain)}; leave out the after of one"
+                    )
+                chain.append(after)
+        return self
+
     def build(self) -> "Task":
         """Raises an error: labels of a dataset are needed; :func:`distembed.tasks.build_task` gives them."""
         raise UserError("the task 'multi' is built for the labels of a dataset, by distembed.tasks.build_task.")
@@ -69,6 +81,15 @@ class MultiConfig:
         if len(labels) > 1:
             return dataclasses.replace(schema, labels=labels)
         return dataclasses.replace(schema, label=labels[0].name, label_kind=labels[0].kind, labels=())
+
+    def headline_label(self, schema: Schema) -> tuple[Label, bool]:
+        """Returns the label of the headline metric, and whether the metric needs rows with the labels 0 and 1."""
+        labels = self.chosen_labels(schema)
+        if self.headline is None:
+            return labels[0], labels[0].kind == "binary"
+        name, _, metric = self.headline.rpartition(".")
+        names = [label.name for label in labels]
+        return labels[names.index(one_of("label of task.headline", name, names))], metric in NEED_BOTH_LABELS
 
     def chosen_labels(self, schema: Schema) -> tuple[Label, ...]:
         """Returns the labels that the model learns, in the dataset's order.

@@ -26,13 +26,13 @@ from distembed.base.validation import MAX_BYTES, MAX_LEVELS, format_yaml, parse_
 from distembed.composition import COMPOSITIONS
 from distembed.data.dataset.config import DataConfig
 from distembed.embedding.settings import EmbeddingConfig
-from distembed.models import MODELS, DLRMConfig, ModelSection
+from distembed.models import MODELS, DLRMConfig, ESMMConfig, ModelSection
 from distembed.models.config import DeclaringModelConfig, ItemModelConfig
 from distembed.optim import OPTIMIZERS
 from distembed.partitions import PARTITIONS
 from distembed.planning import PlanConfig
 from distembed.sse.config import SSEConfig
-from distembed.tasks import TASKS, ClickConfig, TaskSection
+from distembed.tasks import TASKS, ClickConfig, MultiConfig, TaskSection
 from distembed.tasks.config import DeclaringTaskConfig, ItemTaskConfig
 from distembed.training.train_config import TrainConfig
 
@@ -89,6 +89,30 @@ class Config:
                     "the item: its section needs item and item_features"
                 )
             object.__setattr__(self, "task", self.task.for_model(self.model))  # the section itself is frozen
+        return self
+
+    @model_validator(mode="after")
+    def _conversions_are_after_clicks(self) -> "Config":
+        """Gives ESMM the label of clicks, which the conversion's ``after`` names; refuses labels without one.
+
+        Without it, a conversion that is unknown without a click would be learned from clicked rows alone.
+        """
+        model, task = self.model, self.task
+        if isinstance(model, ESMMConfig) and isinstance(task, MultiConfig):
+            clicks = {label.after for label in task.labels.values()} - {None}
+            if len(task.labels) != 2 or len(clicks) != 1 or not clicks <= task.labels.keys():
+                raise ValueError(
+                    "model.name is 'esmm', which learns a click and a conversion after it, and task.labels is "
+                    f"{ {name: {'after': label.after} for name, label in task.labels.items()} }; give two labels of "
+                    "which one is after the other, such as task.labels={click: {}, conversion: {after: click}}"
+                )
+            (click,) = clicks
+            if model.click not in (None, click):
+                raise ValueError(
+                    f"model.click is {model.click!r}, and the label before the other one in task.labels is {click!r}; "
+                    "leave model.click out"
+                )
+            object.__setattr__(self, "model", dataclasses.replace(model, click=click))
         return self
 
     @model_validator(mode="after")

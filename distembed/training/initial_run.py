@@ -17,7 +17,7 @@ from distembed.data.dataset.manifest import Manifest, id_fingerprint
 from distembed.data.dataset.schema import Schema
 from distembed.embedding import EmbeddingConfig
 from distembed.embedding.build import grown_embedding, require_same_settings
-from distembed.tasks import batch_schema
+from distembed.tasks import MultiConfig, batch_schema
 from distembed.training.config import Config, validate
 from distembed.training.resume import find_checkpoint, load_run_config
 from distembed.training.run_folder.folder import holds_run
@@ -107,15 +107,30 @@ def grown_config(config: Config, initial: InitialRun, schema: Schema) -> Config:
         old, new = (getattr(config_, section).name for config_ in (initial.config, config))
         if old != new:
             raise UserError(f"{section}.name is {new!r}, and {initial.folder} was trained with {old!r}; use the same.")
-    features = batch_schema(config.task, schema).categorical
-    features_before = batch_schema(initial.config.task, initial.schema).categorical
-    embedding = grown_embedding(initial.config.embedding, features_before, config.embedding, features)
+    columns, columns_before = batch_schema(config.task, schema), batch_schema(initial.config.task, initial.schema)
+    if isinstance(config.task, MultiConfig):
+        _require_same_labels(columns_before, columns, initial.folder)
+    old, new = (getattr(config_.model, "click", None) for config_ in (initial.config, config))
+    if old != new:
+        raise UserError(f"model.click is {new!r}, and {initial.folder} was trained with {old!r}; use the same.")
+    features = columns.categorical
+    embedding = grown_embedding(initial.config.embedding, columns_before.categorical, config.embedding, features)
     # the user may give the earlier run's settings, the first run's, or the grown ones (from the new run's own config)
     if config.embedding not in (initial.config.embedding, initial.first_given, embedding):
         require_same_settings(initial.given, config.embedding, features, str(initial.folder))
     assert config.train.init_from is not None
     train = dataclasses.replace(config.train, init_from=_absolute(config.train.init_from))
     return dataclasses.replace(config, embedding=embedding, train=train)
+
+
+def _require_same_labels(before: Schema, now: Schema, folder: Path) -> None:
+    """Refuses other labels than an earlier run's, or another order: a model's outputs are by the labels' places."""
+    old, new = (", ".join(f"{label.name} ({label.kind})" for label in each.all_labels) for each in (before, now))
+    if old != new:
+        raise UserError(
+            f"the model would learn the labels {new}, and {folder} was trained on {old}; choose the same by "
+            "task.labels, from a dataset that has them in the same order."
+        )
 
 
 def begun_config(config: Config) -> Config:

@@ -19,16 +19,16 @@ import pyarrow.compute as pc
 from distembed.base.errors import RunError, UserError
 from distembed.base.files import require_folder
 from distembed.checkpoints.store import checkpoint_names, checkpoint_place
-from distembed.data.dataset.manifest import CREATED_ELSEWHERE, Manifest
+from distembed.data.dataset.manifest import CREATED_ELSEWHERE, Manifest, Split
 from distembed.data.dataset.mirror import dataset_folder
 from distembed.data.dataset.row_groups import list_row_groups, require_whole_splits
-from distembed.data.dataset.schema import ITEM
+from distembed.data.dataset.schema import ITEM, Schema
 from distembed.data.table.vocabulary import reserved_ids
 from distembed.graph.prepare.value_ids import require_same_ids
 from distembed.planning.saved_plan import PlanInputs, SavedPlan, read_saved_plan
 from distembed.sse import SSE
 from distembed.sse.config import build_sse, graph_fingerprints
-from distembed.tasks import TaskConfig, batch_schema
+from distembed.tasks import MultiConfig, TaskConfig, batch_schema
 from distembed.tasks.config import LabelTaskConfig
 from distembed.tasks.next_item_config import NextItemConfig
 from distembed.tasks.seen_items import SEEN_ITEMS, decided_task
@@ -311,12 +311,27 @@ def _require_comparable(config: Config, manifest: Manifest) -> None:
         fault = "has only rows of weight 0"
     elif isinstance(task, LabelTaskConfig) and task.needs_both_labels and split.label_rate in (0.0, 1.0):
         fault = f"has only rows whose label is {split.label_rate:g}"
+    elif isinstance(task, MultiConfig) and (label_fault := _fault_of_label(task, split, manifest.schema)):
+        fault = label_fault
     else:
         return
     raise UserError(
         f"train.keep_best and train.stop_after_evaluations compare evaluations by the task's headline metric, which is "
         f"not defined where data.validation is {name!r}: it {fault}. Leave both out, or name a split that defines it."
     )
+
+
+def _fault_of_label(task: MultiConfig, split: Split, schema: Schema) -> str | None:
+    """Returns why the headline metric's label does not define the metric on a split; None where it does."""
+    label, needs_both = task.headline_label(schema)
+    summary = split.label_summaries(schema)[label]
+    is_after = label.name in task.labels and task.labels[label.name].after is not None
+    # a label after another one is 0 in more rows than the summary counts
+    if summary.num_rows == 0 and (needs_both or not is_after):
+        return f"has no rows with the label {label.name!r}"
+    if needs_both and (summary.mean == 0 or (summary.mean == 1 and not is_after)):
+        return f"has only rows whose label {label.name!r} is {summary.mean:g}, of the rows that have it"
+    return None
 
 
 def _require_enough_items(task: NextItemConfig, manifest: Manifest) -> None:

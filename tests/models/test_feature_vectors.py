@@ -17,7 +17,7 @@ from distembed.models.config import FeatureVectorConfig, ModelConfig
 from distembed.models.dcnv2_config import DCNv2Config, GDCNConfig
 from distembed.models.deepfm_config import DeepFMConfig
 from distembed.models.din_config import DINConfig
-from distembed.models.esmm import logit_of_both
+from distembed.models.esmm import ESMM, logit_of_both
 from distembed.models.esmm_config import ESMMConfig
 from distembed.models.experts_config import MMoEConfig, PLEConfig
 from distembed.models.finalmlp_config import FinalMLPConfig, StreamConfig
@@ -252,6 +252,21 @@ def test_an_expert_alone_is_a_shared_bottom() -> None:
     bottom = perceptron(weights, "network.levels.0.shared.0", vectors.flatten(1))
     expected = torch.stack(towers(weights, "network.towers", [bottom, bottom]), 1)
     torch.testing.assert_close(model.logits(vectors), expected)
+
+
+def test_esmm_combines_logits_of_bf16_in_fp32() -> None:
+    schema = Schema(None, (), (), labels=(Label("click"), Label("conversion")))
+    model = ESMMConfig(deep=[6]).build(FakeInputs({"a": torch.randn(BATCH, DIM)}, schema))
+    assert isinstance(model, ESMM)
+    vectors = 3 * torch.randn(BATCH, 1, DIM)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model.logits(vectors)
+        inputs = vectors.flatten(1)
+        logits = model.towers([inputs, inputs])
+    assert logits.dtype == torch.bfloat16
+    click, conversion = (1 / (1 + (-own.double()).exp()) for own in logits.unbind(1))
+    expected = torch.stack([(p / (1 - p)).log() for p in (click, click * conversion)], 1)
+    torch.testing.assert_close(found, expected.float())
 
 
 @pytest.mark.parametrize("labels", [("a",), ("a", "b", "c")])

@@ -1,5 +1,6 @@
 """The task of several labels: masked losses, metrics against scikit-learn, and refused settings."""
 
+import json
 import math
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from distembed.base.errors import UserError
 from distembed.data.dataset.schema import LABELS, WEIGHTS, Label, Schema
 from distembed.data.reader import Batch
-from distembed.models import MMoEConfig
+from distembed.models import ESMMConfig, MMoEConfig
 from distembed.reports.comparison import ReportedMetric
 from distembed.tasks import TASKS, MultiConfig, MultiTask, batch_schema, build_task
 from distembed.tasks.multi_config import LabelConfig
@@ -154,6 +155,25 @@ def test_a_label_after_another_is_0_where_the_other_is_0() -> None:
     torch.testing.assert_close(batch[LABELS], expected, rtol=0, atol=0, equal_nan=True)
 
 
+def test_a_chain_of_labels_is_masked_link_by_link() -> None:
+    labels = {"a": LabelConfig(), "b": LabelConfig(after="a"), "c": LabelConfig(after="b")}
+    task = build_task(MultiConfig(labels=labels), Schema(None, (), (), labels=tuple(map(Label, "abc"))))
+    values = [0, 1, NAN]
+    rows = torch.tensor([[a, b, c] for a in values for b in values for c in values])
+    found = task.prepare_batch(Batch({LABELS: rows}, len(rows)), None)[LABELS]
+    for (a, b, c), (_, found_b, found_c) in zip(rows.tolist(), found.tolist(), strict=True):
+        # the first label of the chain that is not 1 decides
+        expected = [next((value for value in chain if value != 1), 1.0) for chain in ([a, b], [a, b, c])]
+        assert [found_b, found_c] == pytest.approx(expected, abs=0, nan_ok=True)
+
+
+@pytest.mark.parametrize("after", [{"click": "buy", "buy": "click"}, {"a": "b", "b": "c", "c": "a", "d": "a"}])
+def test_a_circle_of_labels_is_refused(after: dict[str, str]) -> None:
+    labels = {name: {"after": other} for name, other in after.items()}
+    with pytest.raises(UserError, match="labels are after one another in a circle"):
+        load_config(None, [f"task={json.dumps({'name': 'multi', 'labels': labels})}", "model.name=mmoe"])
+
+
 def test_scores_are_the_predictions() -> None:
     task = make_task(SETTINGS)
     outputs = torch.tensor([[0.0, 3.0, -80.0], [2.0, -1.0, 80.0]])
@@ -226,3 +246,24 @@ def test_models_and_tasks_of_several_labels_go_together() -> None:
         load_config(None, ["task.name=multi"])
     load_config(None, ["task.name=multi", "model.name=mmoe", "task.labels.click.weight=2.0"])
     assert "multi" in TASKS
+
+
+@pytest.mark.parametrize(
+    ("labels", "click"),
+    [
+        ("{}", None),
+        ("{click: {}, buy: {}}", None),
+        ("{buy: {after: click}}", None),
+        ("{click: {}, buy: {after: view}}", None),
+        ("{view: {}, click: {after: view}, buy: {after: click}}", None),
+        ("{click: {}, buy: {after: click}}", "buy"),
+    ],
+)
+def test_esmm_takes_a_click_and_a_conversion_after_it(labels: str, click: str | None) -> None:
+    settings = ["task.name=multi", "model.name=esmm"]
+    with pytest.raises(UserError, match="task.labels"):
+        load_config(None, [*settings, f"task.labels={labels}", f"model.click={click or 'null'}"])
+    # of the labels in either order
+    for right in ("{click: {}, buy: {after: click}}", "{buy: {after: click}, click: {}}"):
+        config = load_config(None, [*settings, f"task.labels={right}"])
+        assert config.model == ESMMConfig(click="click")

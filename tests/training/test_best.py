@@ -1,5 +1,6 @@
 """The best checkpoint and early stopping: which evaluation is the best, and that no interruption changes it."""
 
+import contextlib
 import json
 import math
 import shutil
@@ -24,7 +25,7 @@ from distembed.checkpoints.store import (
     read_last_file,
 )
 from distembed.data.dataset.manifest import Manifest, create_manifest
-from distembed.data.dataset.schema import CategoricalFeature, Schema
+from distembed.data.dataset.schema import CategoricalFeature, Label, Schema
 from distembed.tasks.reported_metrics import ReportedMetric
 from distembed.training import trainer
 from distembed.training.config import load_config
@@ -152,6 +153,52 @@ def test_a_split_that_defines_no_headline_metric_is_refused(labels: list[int], t
                 require_trainable(with_logloss, str(data))
         require_trainable(load_config(None, [*shared, compared]), str(data), resume=True)
     require_trainable(load_config(None, shared), str(data))
+
+
+LABEL_COLUMNS: dict[str, list[int | None]] = {
+    "both": [0, 1, None],
+    "zeros": [0, 0, None],
+    "ones": [None, 1, 1],
+    "none": [None, None, None],
+    "stars": [3, 3, None],
+    "unrated": [None, None, None],
+}
+
+
+@pytest.mark.parametrize(
+    ("labels", "headline", "fault"),
+    [
+        (["both", "none"], None, None),
+        (["none", "both"], None, "has no rows with the label 'none'"),
+        (["none", "both"], "both.auc", None),
+        (["both", "zeros"], "zeros.auc", "has only rows whose label 'zeros' is 0"),
+        (["both", "zeros"], "zeros.logloss", None),
+        (["both", "ones"], "ones.normalized_entropy", "has only rows whose label 'ones' is 1"),
+        (["both", "stars"], "stars.rmse", None),  # of equal numbers
+        (["unrated", "both"], None, "has no rows with the label 'unrated'"),
+        # after another label, it is 0 where the other is 0
+        (["both", "ones after both"], "ones.auc", None),
+        (["both", "zeros after both"], "zeros.auc", "has only rows whose label 'zeros' is 0"),
+        (["both", "none after both"], "none.auc", "has no rows with the label 'none'"),
+        (["both", "none after both"], "none.logloss", None),
+    ],
+)
+def test_a_split_that_does_not_define_the_headline_of_several_labels_is_refused(
+    labels: list[str], headline: str | None, fault: str | None, tmp_path: Path
+) -> None:
+    columns = {name: pa.array(values, pa.float32()) for name, values in LABEL_COLUMNS.items()}
+    for name in ("train", "validation"):
+        pq.write_table(pa.table({**columns, "C1": [0] * 3}), tmp_path / f"{name}.parquet")
+    kinds = tuple(Label(name, "number" if name in ("stars", "unrated") else "binary") for name in columns)
+    # the default headline is of the first label in the dataset's order
+    kinds = tuple(sorted(kinds, key=lambda label: not labels[0].startswith(label.name)))
+    schema = Schema(None, (), (CategoricalFeature("C1", 1),), labels=kinds)
+    create_manifest(tmp_path, schema, {name: [f"{name}.parquet"] for name in ("train", "validation")})
+    chosen = {name: {"after": "both"} if after else {} for name, after, _ in (each.partition(" ") for each in labels)}
+    task = json.dumps({"name": "multi", "labels": chosen, "headline": headline})
+    settings = [f"data.path={tmp_path}", "data.test=null", "model.name=mmoe", "train.keep_best=true", f"task={task}"]
+    with pytest.raises(UserError, match=fault) if fault else contextlib.nullcontext():
+        require_trainable(load_config(None, settings), str(tmp_path))
 
 
 def test_a_split_of_no_weight_defines_no_metric(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,12 @@ from distembed.base.errors import UserError
 from distembed.base.ranks import Collectives, Ranks
 from distembed.checkpoints import load_checkpoint
 from distembed.data.dataset.manifest import Manifest, id_fingerprint
+from distembed.data.dataset.schema import Label, Schema
 from distembed.embedding.collections import embedding_modules, weight_names_of_table
 from distembed.training.build import Blueprint, TrainingState, build_training_state, take_over
 from distembed.training.config import load_config
 from distembed.training.describe import describe
+from distembed.training.initial_run import InitialRun, grown_config
 from distembed.training.start import RunOptions, RunStart, find_start
 from tests.criteo_runs import criteo_run, write_lines
 from tests.grown_tables import BEFORE, NOW, config_values, write_assignments, write_dataset
@@ -221,6 +224,33 @@ def test_other_settings_of_tables_are_refused_by_name(
 ) -> None:
     with pytest.raises(UserError, match=message):
         start_next(tmp_path, days, first_run, changes)
+
+
+def test_a_label_that_another_tower_has_learned_is_refused(tmp_path: Path) -> None:
+    a, b, c = Label("a"), Label("b"), Label("c", "number")
+
+    def begin(before: Sequence[str], now: Sequence[str], model: str = "mmoe", labels: tuple[Label, ...] = ()) -> None:
+        schema = Schema(None, ("d",), (), labels=(a, b, c))
+        old, new = (
+            load_config(
+                None,
+                [f"task={{name: multi, labels: {{{', '.join(names)}}}}}", f"model.name={model}", "train.init_from=x"],
+            )
+            for names in (before, now)
+        )
+        initial = InitialRun(tmp_path, "checkpoint", old, schema, old.embedding, old.embedding, None, "")
+        grown_config(new, initial, Schema(None, ("d",), (), labels=labels or (a, b, c)))
+
+    begin(["a: {}", "c: {}"], ["c: {weight: 2.0}", "a: {}"])
+    begin([], [])
+    begin(["a: {}", "b: {}"], ["a: {}", "b: {}"], labels=(a, b, Label("new")))  # which is not learned
+    with pytest.raises(UserError, match=r"learn the labels a \(binary\), .* was trained on b \(binary\)"):
+        begin(["b: {}"], ["a: {}"])
+    for labels in ((b, a, c), (a, b, Label("c")), (a, b)):
+        with pytest.raises(UserError, match="model would learn the labels"):
+            begin([], [], labels=labels)
+    with pytest.raises(UserError, match="model.click is 'b', and .* was trained with 'a'"):
+        begin(["a: {}", "b: {after: a}"], ["a: {after: b}", "b: {}"], model="esmm")
 
 
 def test_assignments_that_move_known_ids_are_refused(days: Path, first_run: Path, tmp_path: Path) -> None:
