@@ -35,9 +35,10 @@ from distembed.training.config import load_config
 
 MAX_LENGTH = 30
 NO_HISTORY = "no history"
+_DCNV2 = ["model={name: dcnv2, deep: [128, 64], dropout: 0.1}", "train.sparse_optimizer.learning_rate=0.06"]
 VARIANTS = {
-    f"DCN V2, {NO_HISTORY}": ["model={name: dcnv2, deep: [128, 64], dropout: 0.1}"],
-    "DCN V2, sum": ["model={name: dcnv2, deep: [128, 64], dropout: 0.1}"],
+    f"DCN V2, {NO_HISTORY}": _DCNV2,
+    "DCN V2, sum": _DCNV2,
     "DIN, mean": ["model.history=mean", "model.side_features=false"],
     "DIN, attention": ["model.side_features=false"],
     "DIN, transformer": ["model.history=transformer", "model.side_features=false"],
