@@ -18,7 +18,6 @@ Rows are laid out in groups of similar length, see :mod:`distembed.models.sequen
 states do not depend on its group.
 """
 
-import math
 from typing import cast
 
 import torch
@@ -93,8 +92,12 @@ class PointwiseAttention(nn.Module):
 
 
 def gap_buckets(gaps: Float[Tensor, "*shape"]) -> Tensor:
-    """Returns the bucket of each time between two items: ``log2(1 + gap)``, cut to a whole number below 64."""
-    return (gaps.abs().log1p() / math.log(2)).clamp(max=_NUM_BUCKETS - 1).long()
+    """Returns the bucket of each time between two items: ``log2(1 + gap)``, cut to a whole number of at most 62.
+
+    A gap to an item without a time, NaN, has the bucket 63.
+    """
+    # log2 is exact for powers of 2, which begin a bucket, unlike log1p divided by log(2)
+    return torch.log2(1 + gaps.abs()).clamp(max=_NUM_BUCKETS - 2).nan_to_num(nan=_NUM_BUCKETS - 1).long()
 
 
 class PointwiseTransformer(nn.Module):

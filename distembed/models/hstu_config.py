@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 import pydantic.dataclasses
 from pydantic import Field
 
-from distembed.base.errors import UserError
 from distembed.base.names import STRICT
 from distembed.models.config import Share, require_heads_divide
 
@@ -25,8 +24,8 @@ class HSTUConfig:
         num_layers: Number of layers.
         num_heads: Number of heads of attention, each of an equal part of a vector.
         dropout: Share of numbers that are dropped in training.
-        times: Name of a column with a time for each item, in any unit, counted from any origin that float32 resolves;
-            null for attention without times.
+        times: Name of a column with a time for each item, in any unit; null for attention without times. A time may be
+            missing.
         tied: Whether the items' input vectors are the output's too, or the output has a second table.
         bias: Whether each item has an output bias.
     """
@@ -50,11 +49,6 @@ class HSTUConfig:
         require_heads_divide(self.num_heads, dim)
         if self.times is not None:
             one_of("model.times", self.times, inputs.schema.dense_sequences)
-            if inputs.schema.missing_dense:
-                raise UserError(
-                    f"model.times is {self.times!r}, and dense numbers of this dataset may be missing: fill in "
-                    "missing times and prepare the data again, or set model.times=null."
-                )
         items, has_times = item_collections(inputs, self.tied), self.times is not None
         states = PointwiseTransformer(
             dim, items.max_length, self.num_layers, self.num_heads, self.dropout, has_times=has_times

@@ -155,8 +155,11 @@ def test_hstu_equals_its_equations() -> None:
 
 
 def test_gaps_of_times_have_few_buckets() -> None:
-    gaps = torch.tensor([0.0, 0.9, 1.0, 2.9, 3.0, -3.0, 2.0**62, 3e38])
-    assert gap_buckets(gaps).tolist() == [0, 0, 1, 1, 2, 2, 62, 63]
+    gaps = torch.tensor([0.0, 0.9, 1.0, 2.9, 3.0, -3.0, 2.0**62, 3e38, math.nan])
+    assert gap_buckets(gaps).tolist() == [0, 0, 1, 1, 2, 2, 62, 62, 63]
+    edges = [2**k - 1 for k in range(1, 24)]
+    assert gap_buckets(torch.tensor(edges).float()).tolist() == list(range(1, 24))
+    assert gap_buckets(torch.tensor(edges[1:16]).float() - 1).tolist() == list(range(1, 16))
 
 
 def test_gru_equals_a_loop_over_cells() -> None:

@@ -145,18 +145,16 @@ def test_the_last_two_items_are_tested_and_validated(tmp_path: Path) -> None:
 
 
 def test_times_stand_beside_the_items_where_they_are_an_attribute_too(tmp_path: Path) -> None:
-    rows = some_rows(200)
-    source = write_rows(tmp_path / "rows.csv", rows)
-    prepare_sequences(
-        InteractionFiles([source]),
-        Preparation(tmp_path / "out"),
-        InteractionColumns(time="time", dense=("time",)),
-        SequenceOptions(),
-    )
+    """Sequences have the exact time since the user's first interaction, of numbers that float32 does not resolve."""
+    rows = [(user, item, rating, 1_700_000_000 + time) for user, item, rating, time in some_rows(200)]
+    files = InteractionFiles([write_rows(tmp_path / "rows.csv", rows)])
+    columns = InteractionColumns(time="time", dense=("time",))
+    prepare_sequences(files, Preparation(tmp_path / "out"), columns, SequenceOptions())
     times = {(user, item): time for user, item, _, time in rows}
     for row in read(tmp_path / "out", "test"):
         assert row["item"] == by_user(rows)[row["user"]]
-        assert row["time"] == [times[row["user"], item] for item in row["item"]]
+        own = [times[row["user"], item] for item in row["item"]]
+        assert row["time"] == [time - own[0] for time in own]
 
 
 def naive_core(pairs: list[tuple[int, int]], k: int) -> list[int]:

@@ -200,9 +200,11 @@ def test_attributes_may_be_missing(tmp_path: Path) -> None:
 def test_integers_and_dates_of_parquet(tmp_path: Path) -> None:
     times = pa.array(np.array(["2020-01-02", "2020-01-01", "2020-01-03", "2019-01-01"], "datetime64[s]"))
     pq.write_table(pa.table({"user": [1, 1, 1, 2], "item": [7, 8, 9, 7], "time": times}), tmp_path / "rows.parquet")
-    files, columns = InteractionFiles([tmp_path / "rows.parquet"]), InteractionColumns(time="time")
+    files, columns = InteractionFiles([tmp_path / "rows.parquet"]), InteractionColumns(time="time", dense=("time",))
     prepare_sequences(files, Preparation(tmp_path / "out"), columns, SequenceOptions(split="last-one"))
-    assert read(tmp_path / "out", "test") == [{"user": "1", "item": ["8", "7", "9"]}]
+    assert read(tmp_path / "out", "test") == [
+        {"user": "1", "item": ["8", "7", "9"], "time": [0.0, 86_400.0, 172_800.0]}
+    ]
 
 
 def test_inputs_are_those_of_tables(tmp_path: Path) -> None:

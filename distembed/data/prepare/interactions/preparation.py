@@ -202,11 +202,12 @@ def _prepare(
                 )
             vocabularies, ids = write_text_vocabularies(database, folder, columns.key_names)
             part, number = split.in_sql(in_time, total)
-            order = f"k0, part, {in_time}" if isinstance(options, SequenceOptions) else "place"
+            is_sequences = isinstance(options, SequenceOptions)
+            order = f"k0, part, {in_time}" if is_sequences else "place"
             numbered = f"(select *, {number} as n from rows)"
             query = f"from (select * replace (({part})::utinyint as part) from {numbered}) order by {order}"
             sizes = {name: FIRST_ID + vocabulary.num_ids for name, vocabulary in vocabularies.items()}
-            chosen = encoded_interactions(database, columns, query, ids, sizes)
+            chosen = encoded_interactions(database, columns, query, ids, sizes, since_first=is_sequences)
         shutil.rmtree(folder / _SCRATCH, ignore_errors=True)
         if split.is_random:
             chosen = replace(chosen, parts=split.random_splits(total, options.seed))

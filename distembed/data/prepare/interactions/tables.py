@@ -16,6 +16,9 @@ The table ``rows`` has a row for each interaction, and ``keys`` the text of each
                          where missing
     keys  code, key
 
+A sequence has the time since the user's first chosen interaction, subtracted in 64 bits: float32 resolves the seconds
+since 1970 to 128 seconds.
+
 Texts are numbered block by block: a text has another code in each block, and its first code in the end.
 
 Of sequences, interactions are sorted by user, split and time, so that a dataset's row is a range of them::
@@ -58,7 +61,7 @@ from distembed.data.prepare.table.inputs import TableInput
 from distembed.data.prepare.table.source import NamedRows, RowReader
 from distembed.data.prepare.write_parquet import ROW_GROUP_ROWS, WrittenFile, plan_files, rows_per_group, write_file
 from distembed.data.table.keys import coded
-from distembed.data.table.numbers import Bools, dense_values, finite_numbers
+from distembed.data.table.numbers import Bools, dense_values, finite_numbers, transformed
 from distembed.data.table.schema import TableSchema
 from distembed.data.table.values import value_texts
 from distembed.data.table.vocabulary import FIRST_ID, VOCABULARY_GROUP_ROWS
@@ -92,8 +95,9 @@ class InteractionInput:
         if self.columns is None:
             return TableSchema.from_json(_LINE, "a line")
         keys, numbers, time = self.columns.keys, self.columns.numbers, self.columns.time
-        values = {"dense": dict.fromkeys(numbers), "categorical": dict.fromkeys(keys)}
-        values |= {"time": {"column": time, "name": time}} if time is not None and time not in numbers else {}
+        dense = [name for name in numbers if name != time]
+        values = {"dense": dict.fromkeys(dense), "categorical": dict.fromkeys(keys)}
+        values |= {"time": {"column": time, "name": time}} if time is not None else {}
         text = {"header": self.columns.has_header, "newlines_in_values": self.columns.newlines_in_values}
         return TableSchema.from_json({**values, "text": text}, "the columns")
 
@@ -192,7 +196,8 @@ def _named(
         numbers += [times, integers]
     wrong["attribute"] = np.zeros(len(rows.lines), bool)
     for name in columns.dense:
-        values, malformed = dense_values(rows.columns[name], "none")
+        is_time = name == columns.time
+        values, malformed = transformed(times, "none") if is_time else dense_values(rows.columns[name], "none")
         wrong["attribute"] |= malformed
         numbers.append(values)
     good = ~np.logical_or.reduce(list(wrong.values()))
@@ -210,9 +215,9 @@ def _times(column: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.int64], Bo
     """Converts times to float64 and to int64, and returns both with a mask of malformed values.
 
     Rows are sorted by the float, which holds every number, then by the integer, which orders long integers (as
-    nanoseconds) that are equal as floats of 53 bits.
+    nanoseconds) that are equal as floats of 53 bits. Dates become seconds, and their integers nanoseconds.
     """
-    if pa.types.is_temporal(column.type):
+    if is_date := pa.types.is_temporal(column.type):
         try:
             column = column.cast(pa.timestamp("ns")).cast(pa.int64())
         except pa.ArrowInvalid:  # before 1677 or after 2262
@@ -227,7 +232,7 @@ def _times(column: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.int64], Bo
         digits = pc.and_(pc.match_substring_regex(column, _WHOLE_NUMBER), pa.array(is_64_bit)).fill_null(False)
         exact = pc.if_else(digits, column, "0").cast(pa.int64()).to_numpy()
         integers = np.where(digits.to_numpy(zero_copy_only=False), exact, integers)
-    return times, integers, wrong
+    return times / 1e9 if is_date else times, integers, wrong
 
 
 @dataclass(frozen=True, eq=False)
@@ -337,11 +342,22 @@ class EncodedInteractions:
 
 
 def encoded_interactions(
-    database: Database, columns: InteractionColumns, query: str, ids: NDArray[np.int32], sizes: Mapping[str, int]
+    database: Database,
+    columns: InteractionColumns,
+    query: str,
+    ids: NDArray[np.int32],
+    sizes: Mapping[str, int],
+    since_first: bool,
 ) -> EncodedInteractions:
-    """Reads all chosen interactions into memory, in the order of ``query``, and replaces codes by ``ids[code]``."""
+    """Reads all chosen interactions into memory, in the order of ``query``, and replaces codes by ``ids[code]``.
+
+    With ``since_first``, a dense column of times has the time since the user's first interaction in ``query``.
+    """
+    gap = "try_cast(time - min(time) over (partition by k0) as float)"
     names = [f"coalesce(k{n}, 0) as k{n}" for n in range(len(columns.keys))]
-    names += [f"d{n}" for n in range(len(columns.dense))]
+    names += [
+        f"{gap if since_first and name == columns.time else f'd{n}'} as d{n}" for n, name in enumerate(columns.dense)
+    ]
     rating = "1::float" if columns.rating is None else "rating"
     batches = database.batches(f"select {', '.join(names)}, {rating} as rating, part {query}")
     table = pa.Table.from_batches(batches)
