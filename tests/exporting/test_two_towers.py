@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import distembed
-from distembed.base.errors import UserError
+from distembed.base.errors import RunError, UserError
 from distembed.serving.export.export_run import ExportOptions, export_run
 from distembed.serving.export.two_towers import write_faiss
 from distembed.serving.model_folder.manifest import ExportManifest
@@ -70,11 +70,12 @@ def test_towers_and_the_index_have_the_vectors_of_the_run(run: Path, model: Path
     assert manifest.index is not None and (manifest.index.num_items, manifest.index.dim) == (NUM_ITEMS, 6)
     index, items = pq.read_table(model / manifest.index.file), loaded.item_vectors()
     assert index.equals(items.table())
-    user, item = (load_program(model / tower.file) for tower in manifest.towers)
+    user, item = (load_program(model / tower.program.file) for tower in manifest.towers)
     asked = queries(run)
     sample = json.loads((model / "sample.json").read_text())
     num_rows, names = len(sample["rows"]), [each.name for each in manifest.features]
-    assert names == [*manifest.towers[0].features, "film"]
+    assert names == [*(each.name for each in manifest.towers[0].features), "film"]
+    assert all(0 <= tower.largest_difference < 1e-6 for tower in manifest.towers)
     lengths = torch.tensor(sample["lengths"])
     values = torch.tensor(sample["values"]).split(lengths.sum(1).tolist())
     found = user(torch.cat(values[:-1]), lengths[:-1], torch.tensor(sample["dense"]))
@@ -82,14 +83,45 @@ def test_towers_and_the_index_have_the_vectors_of_the_run(run: Path, model: Path
     assert len(found) == num_rows and len(asked) == 9
     batch = loaded._model.task.item_batch(np.arange(NUM_ITEMS))  # type: ignore[attr-defined]
     ids, dense = batch["sparse_features"], batch["dense_features"]
-    lists = [ids[name] for name in manifest.towers[1].features]
+    lists = [ids[each.name] for each in manifest.towers[1].features]
+    columns = [("age", "price").index(each.name) for each in manifest.towers[1].numbers]
+    assert len(columns) == 1 and all((model / str(each.vocabulary)).exists() for each in manifest.towers[1].features)
     lengths = torch.stack([each.lengths().long() for each in lists])
-    vectors = item(torch.cat([each.values() for each in lists]), lengths, dense[:, 1:])
+    vectors = item(torch.cat([each.values() for each in lists]), lengths, dense[:, columns])
     np.testing.assert_allclose(vectors, items.vectors, rtol=1e-5, atol=1e-6)
 
 
 def _raw(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**{name: row[name] for name in USER_COLUMNS}, "history": "|".join(row["history"])} for row in rows]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("factor", "index_rows", "message"), [(1.001, 40, "user.pt2 gives"), (1.0, 39, "items.parquet")]
+)
+def test_programs_and_an_index_of_other_vectors_are_refused(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: float, index_rows: int, message: str
+) -> None:
+    write = pq.write_table
+    monkeypatch.setattr(pq, "write_table", lambda table, file: write(table.slice(0, index_rows), file))
+    monkeypatch.setattr(
+        "distembed.serving.export.parity.load_program",
+        lambda file: lambda *inputs: load_program(file)(*inputs) * factor,
+    )
+    with pytest.raises(RunError, match=message):
+        export_run(find_trained_run(run, None), tmp_path / "model", ExportOptions())
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.thorough
+def test_users_of_numbers_alone_are_refused(run: Path, tmp_path: Path) -> None:
+    features = "model.item_features=[genres,price,user,country,history]"
+    arguments = ("task.user=null", "task.exclude_seen=false", "train.max_steps=1")
+    call("train", run.parent / "config.yaml", features, *arguments, "--run-dir", tmp_path / "run")
+    assert distembed.load(tmp_path / "run").user_vectors([{"age": 3.0}, {"age": None}]).shape == (2, 6)
+    with pytest.raises(UserError, match=r"users have numbers alone \(age\)"):
+        call("export", tmp_path / "run", "--output", tmp_path / "model")
+    assert not (tmp_path / "model").exists()
 
 
 @pytest.mark.thorough

@@ -28,8 +28,15 @@ from distembed.data.prepare.staging import staged_folder
 from distembed.data.reader import Batch
 from distembed.data.table.vocabulary import reserved_ids
 from distembed.embedding import CompositionalEmbeddingConfig
-from distembed.serving.export.feature_vectors import plain_inputs
-from distembed.serving.export.parity import ParityCheck, RecommendedCheck, ScoreCheck, SplitRows, made_up_batch
+from distembed.serving.export.feature_vectors import PlainFeature, plain_inputs
+from distembed.serving.export.parity import (
+    ParityCheck,
+    RecommendedCheck,
+    ScoreCheck,
+    SplitRows,
+    made_up_batch,
+    tower_differences,
+)
 from distembed.serving.export.programs import BATCH, ProgramInputs, compile_network, require_compiler, save_program
 from distembed.serving.export.raw_values import (
     Change,
@@ -40,7 +47,7 @@ from distembed.serving.export.raw_values import (
 from distembed.serving.export.recommenders import RecommendingModel
 from distembed.serving.export.score_program import ScoredModel
 from distembed.serving.export.table_groups import ExportStorage, Materialise, divide_tables
-from distembed.serving.export.two_towers import Faiss, TowerModel, require_faiss
+from distembed.serving.export.two_towers import Faiss, TowerModel, require_faiss, require_same_index
 from distembed.serving.model_folder.manifest import (
     MANIFEST_NAME,
     ExportedFeature,
@@ -48,6 +55,7 @@ from distembed.serving.model_folder.manifest import (
     ExportedProgram,
     ExportedSequence,
     ExportedTable,
+    ExportedTower,
     ExportManifest,
     Parity,
     Precision,
@@ -143,21 +151,21 @@ def export_run(run: TrainedRun, output: Path, options: ExportOptions, data: str 
         if options.faiss is not None and not isinstance(model, TowerModel):
             raise UserError("--faiss writes the vectors of items, which models of task.name=retrieval alone have.")
         storage = ExportStorage(options.precision, options.materialise)
-        require_free_space(output, sum(map(storage.bytes, model.tables)), "its tables take so much")
+        num_bytes = sum(map(storage.bytes, model.tables))
+        if isinstance(model, TowerModel):
+            num_bytes += model.added_bytes(storage, options.faiss)
+        require_free_space(output, num_bytes, "its tables take so much")
         shards = _shards(model, storage, options.server_bytes)
         if shards and options.compile:
             raise UserError("--compile makes one program with all tables, and --server-memory divides them; give one.")
         programs = _save_programs(folder, model, storage, shards, trained)
         keep_dataset(folder, run.dataset, run.manifest, links=False)
-        vocabularies = write_vocabularies(
-            folder, Path(run.dataset), run.manifest, [each.name for each in model.features]
-        )
-        numbers, features = column_changes(run.manifest)
+        columns = _Columns.write(folder, run, model)
         sequences = model.sequences if isinstance(model, ScoredModel) else ()
-        towers: Sequence[ExportedProgram] = ()
+        towers: Sequence[ExportedTower] = ()
         index = None
         if isinstance(model, TowerModel):
-            towers = model.save_towers(folder, made_up_batch(trained.blueprint.batch_schema, 5), storage)
+            towers = _save_towers(folder, model, storage, columns, trained)
             index = model.save_index(folder, options.faiss)
         manifest = ExportManifest(
             task=run.config.task.name,
@@ -166,9 +174,9 @@ def export_run(run: TrainedRun, output: Path, options: ExportOptions, data: str 
             precision=options.precision,
             network=programs[0],
             shards=programs[1:],
-            features=_features(model, vocabularies, features),
-            numbers=[ExportedNumber(name, numbers[name]) for name in model.numbers],
-            sequences=[ExportedSequence(each.name, each.beside, numbers[each.name]) for each in sequences],
+            features=columns.features(model.features, model.tables),
+            numbers=columns.numbers(model.numbers),
+            sequences=[ExportedSequence(each.name, each.beside, columns.changes[0][each.name]) for each in sequences],
             tables=_tables(model.tables, storage, shards),
             parity=Parity(0, 0.0),
             versions={"distembed": __version__, "torch": torch.__version__},
@@ -179,10 +187,16 @@ def export_run(run: TrainedRun, output: Path, options: ExportOptions, data: str 
         )
         check = _check(trained, model, load_programs(folder, manifest), options.precision)
         batch, parity = _compare(check, rows, options.metric_rows)
-        columns = (manifest.features, manifest.numbers, manifest.sequences)
-        write_sample(folder, model.inputs(batch).tensors, check.outputs(batch), *columns)
+        described = (manifest.features, manifest.numbers, manifest.sequences)
+        write_sample(folder, model.inputs(batch).tensors, check.outputs(batch), *described)
         shutil.copyfile(Path(__file__).with_name(EXAMPLE_NAME), folder / EXAMPLE_NAME)
         manifest = dataclasses.replace(manifest, parity=parity)
+        if isinstance(model, TowerModel) and index is not None:
+            require_same_index(model.index, folder, index)
+            differences = tower_differences(trained, model, folder, batch, options.precision)
+            pairs = zip(towers, differences, strict=True)
+            towers = [dataclasses.replace(tower, largest_difference=largest) for tower, largest in pairs]
+            manifest = dataclasses.replace(manifest, towers=towers)
         if options.compile:
             inputs = model.inputs(made_up_batch(trained.blueprint.batch_schema, 5))
             compiled = compile_network(folder, manifest.network, inputs)
@@ -250,21 +264,55 @@ def _save_programs(
     return [ExportedProgram(NETWORK, list(tensors), model.outputs), *saved]
 
 
-def _features(
-    model: Exportable, vocabularies: Mapping[str, str], changes: Mapping[str, Change]
-) -> list[ExportedFeature]:
-    tables = {name: table for table in model.tables for name in table.feature_names}
-    return [
-        ExportedFeature(
-            feature.name,
-            tables[feature.name].name,
-            tables[feature.name].num_embeddings,
-            feature.is_list,
-            vocabularies.get(feature.name),
-            changes.get(feature.name, {}),
-        )
-        for feature in model.features
-    ]
+@dataclass(frozen=True)
+class _Columns:
+    """How raw values become the inputs of programs, as the manifest describes it.
+
+    Attributes:
+        vocabularies: The file of each feature's raw values.
+        changes: The change of each number, and of each feature.
+    """
+
+    vocabularies: Mapping[str, str]
+    changes: tuple[Mapping[str, Change], Mapping[str, Change]]
+
+    @classmethod
+    def write(cls, folder: Path, run: TrainedRun, model: Exportable) -> _Columns:
+        """Writes the vocabularies of all programs' features."""
+        items = model.item_side.features if isinstance(model, TowerModel) else ()
+        names = list(dict.fromkeys(each.name for each in (*model.features, *items)))
+        return cls(write_vocabularies(folder, Path(run.dataset), run.manifest, names), column_changes(run.manifest))
+
+    def features(
+        self, features: Sequence[PlainFeature], tables: Sequence[CompositionalEmbeddingConfig]
+    ) -> list[ExportedFeature]:
+        by_name = {name: table for table in tables for name in table.feature_names}
+        return [
+            ExportedFeature(
+                feature.name,
+                by_name[feature.name].name,
+                by_name[feature.name].num_embeddings,
+                feature.is_list,
+                self.vocabularies.get(feature.name),
+                self.changes[1].get(feature.name, {}),
+            )
+            for feature in features
+        ]
+
+    def numbers(self, names: Sequence[str]) -> list[ExportedNumber]:
+        return [ExportedNumber(name, self.changes[0][name]) for name in names]
+
+
+def _save_towers(
+    folder: Path, model: TowerModel, storage: ExportStorage, columns: _Columns, trained: WholeModel
+) -> list[ExportedTower]:
+    """Saves the programs of both towers, the user's first, and returns their descriptions."""
+    batch, towers = made_up_batch(trained.blueprint.batch_schema, 5), []
+    for side in (model.user, model.item_side):
+        program = model.save_tower(folder, side, batch, storage)
+        features, numbers = columns.features(side.features, side.tables), columns.numbers(side.tower.side.dense)
+        towers.append(ExportedTower(program, features, numbers))
+    return towers
 
 
 def _tables(

@@ -40,7 +40,7 @@ from distembed.serving.export.recommenders import RecommendingModel
 from distembed.serving.export.score_program import ScoredModel
 from distembed.serving.export.two_towers import TowerModel
 from distembed.serving.model_folder.manifest import Parity, Precision
-from distembed.serving.model_folder.programs import Program
+from distembed.serving.model_folder.programs import Program, load_program
 from distembed.serving.whole_model import WholeModel
 from distembed.tasks import RetrievalTask, Task
 from distembed.tasks.catalogue import CatalogueRanking
@@ -290,6 +290,36 @@ class RecommendedCheck(ParityCheck[RecommendingModel | TowerModel]):
             return
         for batch in rows.batches(_RECOMMENDED_BATCH_SIZE, most):
             yield task.prepare_batch(batch, None)
+
+
+def tower_differences(
+    trained: WholeModel, model: TowerModel, folder: Path, queries: Batch, precision: Precision
+) -> tuple[float, float]:
+    """Compares the saved programs of both towers with the trained towers, on queries and on the first items.
+
+    Returns the largest difference of a number of a user's vector, and of an item's vector.
+
+    Raises:
+        RunError: Vectors are no numbers or, in fp32, differ beyond rounding.
+    """
+    assert isinstance(trained.task, RetrievalTask)
+    items = trained.task.item_batch(np.arange(min(_RECOMMENDED_BATCH_SIZE, len(model.index.ids))))
+    found = []
+    for side, batch, name in ((model.user, queries, "queries"), (model.item_side, items, "items")):
+        expected = getattr(trained.model_outputs(batch), name).float()
+        with torch.inference_mode():
+            vectors = load_program(folder / side.file)(*side.inputs(batch).tensors.values())
+        differences = (vectors - expected).abs()
+        relative = differences / expected.norm(dim=1, keepdim=True).clamp(min=1)
+        is_beyond = not bool((relative <= MOST_DIFFERENCE).all()) if precision == "fp32" else False
+        if is_beyond or not bool(vectors.isfinite().all()):
+            raise RunError(
+                f"the program {side.file} gives vectors that differ from the trained tower's by up to "
+                f"{float(differences.max()):.3g}, and at most {MOST_DIFFERENCE:g} of a vector's length is rounding. "
+                f"Nothing was written; --precision is {precision}, and fp32 holds all values."
+            )
+        found.append(float(differences.max()) if differences.numel() else 0.0)
+    return found[0], found[1]
 
 
 def _queries(task: Task, split: str, batch_size: int) -> Iterator[Batch] | None:

@@ -15,7 +15,7 @@ tower and the index, another system can search in its place. The item's tower gi
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +27,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from distembed.base.errors import UserError
+from distembed.base.errors import RunError, UserError
 from distembed.composition import Product
 from distembed.data.dataset.schema import DENSE_FEATURES, ITEM, SPARSE_FEATURES, CategoricalFeature, Schema
 from distembed.data.reader import Batch
@@ -64,7 +64,7 @@ class TowerProgram(nn.Module):
     """
 
     def __init__(
-        self, tower: Tower, features: Sequence[PlainFeature], vectors: FeatureVectors | None, score_divisor: float
+        self, tower: Tower, features: Sequence[PlainFeature], vectors: FeatureVectors, score_divisor: float
     ) -> None:
         super().__init__()
         self.tower, self.vectors = copy.deepcopy(tower).eval(), vectors
@@ -81,9 +81,8 @@ class TowerProgram(nn.Module):
 
     def of(self, features: PlainFeatures, num_rows: int, dense: Tensor | None) -> Float[Tensor, "batch dim"]:
         """Returns the vectors of rows with these features."""
-        embedded: Any = None if self.vectors is None else self.vectors(features)
         numbers = torch.empty(num_rows, 0) if dense is None else dense
-        vectors: Tensor = self.tower(embedded, numbers, num_rows)
+        vectors: Tensor = self.tower(self.vectors(features), numbers, num_rows)
         return vectors / self._score_divisor
 
 
@@ -106,6 +105,36 @@ class RetrievalProgram(nn.Module):
         queries = self.user.of(features, lengths.shape[1], dense)
         best: Recommended = self.choice(queries, *left_out_ids(features, self._item))
         return best
+
+
+@dataclass(frozen=True)
+class TowerSide:
+    """A tower with its inputs.
+
+    Attributes:
+        file: The file of its program.
+        tower: The tower.
+        score_divisor: The divisor of its vectors.
+        features: Its categorical features.
+        tables: The tables of these features, without features of the other tower.
+    """
+
+    file: str
+    tower: Tower
+    score_divisor: float
+    features: Sequence[PlainFeature]
+    tables: Sequence[CompositionalEmbeddingBagConfig]
+
+    def inputs(self, batch: Batch) -> ProgramInputs:
+        """Returns the program's inputs for a batch with all columns of the dataset."""
+        fields = {**batch.fields, DENSE_FEATURES: self.numbers(batch)}
+        return plain_inputs(Batch(fields, 1), self.features, bool(self.tower.side.dense))
+
+    def numbers(self, batch: Batch) -> Tensor:
+        """Returns a batch's dense features of the tower."""
+        dense = batch[DENSE_FEATURES]
+        assert isinstance(dense, Tensor)
+        return dense[:, list(self.tower.side.dense_columns)]
 
 
 @dataclass(frozen=True)
@@ -144,13 +173,20 @@ class TowerModel:
             num_best: Number of items that the network returns for a row.
 
         Raises:
-            UserError: The model has no towers, its dataset is gone, or ``num_best`` exceeds the catalogue.
+            UserError: The model has no towers, users have no categorical feature, the dataset is gone, or ``num_best``
+                exceeds the catalogue.
         """
         model, task = trained.module.model, trained.task
         assert isinstance(task, RetrievalTask)
         if not isinstance(model, TwoTower) or not isinstance(model.embeddings, CompositionalEmbeddingBagCollection):
             raise UserError(
                 f"{type(model).__name__} cannot be exported: programs of towers are made of two_tower alone."
+            )
+        if not model.network.user.side.categorical:
+            raise UserError(
+                f"users have numbers alone ({', '.join(model.network.user.side.dense)}), and a program of users takes "
+                "ids; train with a categorical feature of users, for example an age of kind quantile_bins in the "
+                "schema of `distembed prepare table`."
             )
         index = ItemSearch(trained, recommended_values(task.dataset, task).get(ITEM)).items()
         if not 1 <= num_best <= len(index.ids):
@@ -166,12 +202,22 @@ class TowerModel:
     @property
     def numbers(self) -> Sequence[str]:
         """The dense features of users, which the network takes."""
-        return self.model.network.user.side.dense
+        return self.user.tower.side.dense
+
+    @property
+    def user(self) -> TowerSide:
+        """The tower of users."""
+        return self._side("user", self.model.network.user, self.model.network.score_divisor)
+
+    @property
+    def item_side(self) -> TowerSide:
+        """The tower of items."""
+        return self._side("item", self.model.network.item, 1.0)
 
     @property
     def features(self) -> list[PlainFeature]:
         """The features of users, and the items to leave out."""
-        return [*self._plain(self.model.network.user), PlainFeature(self.item, is_list=True)]
+        return [*self.user.features, PlainFeature(self.item, is_list=True)]
 
     @property
     def num_items(self) -> int:
@@ -186,7 +232,7 @@ class TowerModel:
     @property
     def tables(self) -> list[CompositionalEmbeddingConfig]:
         """The tables of users' features, and the vectors of items as a table."""
-        return [*self._tables(self.model.network.user), self._vector_table]
+        return [*self.user.tables, self._vector_table]
 
     @property
     def _item_feature(self) -> CategoricalFeature:
@@ -211,8 +257,7 @@ class TowerModel:
         vectors[ids], bias[ids] = torch.from_numpy(self.index.vectors), 0.0
         group = TableGroup([StoredTable(self._vector_table, [vectors])], storage.precision)
         choice = ItemChoice(group, self.num_items, bias, self.reserved, self.num_best)
-        user = self._program(self.model.network.user, self.model.network.score_divisor, storage)
-        return RetrievalProgram(user, self.features, self.item, choice)
+        return RetrievalProgram(self._program(self.user, storage), self.features, self.item, choice)
 
     def inputs(self, batch: Batch) -> ProgramInputs:
         """Returns the network's inputs for a batch of queries, or of random rows without items to leave out."""
@@ -225,7 +270,7 @@ class TowerModel:
             torch.cat([lists[name].values().long() for name in names]),
             lengths=torch.cat([lists[name].lengths().long() for name in names]),
         )
-        fields = {SPARSE_FEATURES: features, DENSE_FEATURES: self._numbers(self.model.network.user, batch)}
+        fields = {SPARSE_FEATURES: features, DENSE_FEATURES: self.user.numbers(batch)}
         return plain_inputs(Batch(fields, 1), self.features, self.takes_numbers)
 
     def left_out(self, batch: Batch) -> JaggedTensor:
@@ -242,20 +287,19 @@ class TowerModel:
         """Returns the trained model's queries, and the items to rank for them."""
         return QueriesOf(self.scored, outputs.queries.float(), None)
 
-    def save_towers(self, folder: Path, batch: Batch, storage: ExportStorage) -> list[ExportedProgram]:
-        """Saves the programs of both towers, given a batch of any rows, and returns their descriptions."""
-        saved = []
-        network = self.model.network
-        for name, tower, divisor in (("user", network.user, network.score_divisor), ("item", network.item, 1.0)):
-            features, tables = self._plain(tower), self._tables(tower)
-            fields = {**batch.fields, DENSE_FEATURES: self._numbers(tower, batch)}
-            inputs = plain_inputs(Batch(fields, 1), features, bool(tower.side.dense))
-            file = f"towers/{name}.pt2"
-            save_program(self._program(tower, divisor, storage), inputs, folder / file)
-            names = [feature.name for feature in features]
-            num_bytes = sum(map(storage.bytes, tables))
-            saved.append(ExportedProgram(file, list(inputs.tensors), ["vectors"], names, num_bytes))
-        return saved
+    def save_tower(self, folder: Path, side: TowerSide, batch: Batch, storage: ExportStorage) -> ExportedProgram:
+        """Saves the program of a tower, given a batch of any rows, and returns its description."""
+        inputs = side.inputs(batch)
+        save_program(self._program(side, storage), inputs, folder / side.file)
+        names = [feature.name for feature in side.features]
+        return ExportedProgram(
+            side.file, list(inputs.tensors), ["vectors"], names, sum(map(storage.bytes, side.tables))
+        )
+
+    def added_bytes(self, storage: ExportStorage, faiss: Faiss | None) -> int:
+        """Returns the bytes of both towers' tables and of the index, which the folder has beside the network."""
+        towers = sum(map(storage.bytes, (*self.user.tables, *self.item_side.tables)))
+        return towers + self.index.vectors.nbytes * (1 if faiss is None else 2)
 
     def save_index(self, folder: Path, faiss: Faiss | None) -> ItemIndex:
         """Writes the index of items, and a FAISS index where it is asked for; returns their description."""
@@ -266,37 +310,26 @@ class TowerModel:
         faiss_file = None if faiss is None else FAISS_INDEX
         return ItemIndex(INDEX, len(self.index.ids), self.index.vectors.shape[1], faiss_file)
 
-    def _plain(self, tower: Tower) -> list[PlainFeature]:
+    def _side(self, name: str, tower: Tower, score_divisor: float) -> TowerSide:
         lists = {feature.name: feature.multi_hot for feature in self.schema.categorical}
-        return [PlainFeature(name, lists[name]) for name in tower.side.categorical]
-
-    def _tables(self, tower: Tower) -> list[CompositionalEmbeddingBagConfig]:
-        """Returns the tables of a tower's features, without features of the other tower."""
+        features = [PlainFeature(each, lists[each]) for each in tower.side.categorical]
         tables = []
         for table in self._collection.tables():
-            names = [name for name in table.feature_names if name in tower.side.categorical]
+            names = [each for each in table.feature_names if each in tower.side.categorical]
             if names:
                 tables.append(replace(table, feature_names=names, sse=None))
-        return tables
+        return TowerSide(f"towers/{name}.pt2", tower, score_divisor, features, tables)
 
     @property
     def _collection(self) -> CompositionalEmbeddingBagCollection:
         assert isinstance(self.model.embeddings, CompositionalEmbeddingBagCollection)
         return self.model.embeddings
 
-    def _program(self, tower: Tower, score_divisor: float, storage: ExportStorage) -> TowerProgram:
-        tables, features = self._tables(tower), self._plain(tower)
-        weights: Mapping[str, Sequence[Tensor]] = {table.name: self._collection.weights(table.name) for table in tables}
-        by_name = {feature.name: feature for feature in features}
-        vectors = FeatureVectors(tables, weights, by_name, storage) if tables else None
-        return TowerProgram(tower, features, vectors, score_divisor)
-
-    @staticmethod
-    def _numbers(tower: Tower, batch: Batch) -> Tensor:
-        """Returns a batch's dense features of a tower."""
-        dense = batch[DENSE_FEATURES]
-        assert isinstance(dense, Tensor)
-        return dense[:, list(tower.side.dense_columns)]
+    def _program(self, side: TowerSide, storage: ExportStorage) -> TowerProgram:
+        weights = {table.name: self._collection.weights(table.name) for table in side.tables}
+        by_name = {feature.name: feature for feature in side.features}
+        vectors = FeatureVectors(side.tables, weights, by_name, storage)
+        return TowerProgram(side.tower, side.features, vectors, side.score_divisor)
 
 
 def require_faiss() -> Any:
@@ -326,3 +359,19 @@ def write_faiss(items: ItemTable, file: Path, kind: Faiss) -> None:
         index = faiss.IndexHNSWFlat(dim, _HNSW_NEIGHBOURS, faiss.METRIC_INNER_PRODUCT)
     index.add(vectors)
     faiss.write_index(index, str(file))
+
+
+def require_same_index(items: ItemTable, folder: Path, index: ItemIndex) -> None:
+    """Raises a :class:`RunError` where the files of an index do not hold the items."""
+    files = [index.file] if pq.read_table(folder / index.file) != items.table() else []
+    if index.faiss is not None:
+        stored = require_faiss().read_index(str(folder / index.faiss))
+        is_same = stored.ntotal == len(items.ids) and np.array_equal(
+            stored.reconstruct_n(0, stored.ntotal), items.vectors
+        )
+        files += [] if is_same else [index.faiss]
+    if files:
+        raise RunError(
+            f"{files[0]} does not hold the vectors of the catalogue after writing, so that nothing was kept; export to "
+            "another disk, or check the model's weights for NaN."
+        )

@@ -91,6 +91,23 @@ class ExportedProgram:
 
 
 @dataclass(frozen=True)
+class ExportedTower:
+    """The program that gives the vectors of users, or of items.
+
+    Attributes:
+        program: The program.
+        features: Its features, in the order of ``lengths``.
+        numbers: Its numbers, in the order of ``dense``.
+        largest_difference: Largest difference of a number of a vector from the trainer's, on the compared rows.
+    """
+
+    program: ExportedProgram
+    features: Sequence[ExportedFeature]
+    numbers: Sequence[ExportedNumber]
+    largest_difference: float = 0.0
+
+
+@dataclass(frozen=True)
 class RecommendedItems:
     """The outputs ``items`` and ``scores`` of a model that recommends items.
 
@@ -175,7 +192,7 @@ class ExportManifest:
             network takes their concatenated outputs, in this order, as ``vectors``.
         recommends: The meaning of its outputs, where it recommends items; None where it gives a number for each row.
         compiled: The network compiled by AOTInductor, where it was asked for.
-        towers: The programs that give the vectors of users and of items, where the model has such towers.
+        towers: The programs of the user's and the item's vectors, where the model has towers.
         index: The vectors of all items, where the model has towers.
         versions: Versions of torch and distembed that wrote it.
         checksums: SHA-256 of each other file by its name.
@@ -196,7 +213,7 @@ class ExportManifest:
     recommends: RecommendedItems | None = None
     compiled: CompiledProgram | None = None
     sequences: Sequence[ExportedSequence] = ()
-    towers: Sequence[ExportedProgram] = ()
+    towers: Sequence[ExportedTower] = ()
     index: ItemIndex | None = None
     format: int = FORMAT
 

@@ -43,7 +43,8 @@ def read_manifest(folder: Path) -> ExportManifest:
         where = ".".join(map(str, first["loc"]))
         raise UserError(f"{file} is no manifest of an exported model: {where}: {first['msg']}; {_DAMAGED}.") from error
     compiled = () if manifest.compiled is None else (manifest.compiled,)
-    for program in (manifest.network, *manifest.shards, *manifest.towers, *compiled):
+    towers = [tower.program for tower in manifest.towers]
+    for program in (manifest.network, *manifest.shards, *towers, *compiled):
         if require_inside(program.file, "a program", file) not in manifest.checksums:
             raise UserError(f"{file} has no checksum of {program.file}; {_DAMAGED}.")
     return manifest
