@@ -1,8 +1,8 @@
 """Entire Space Multi-task Model (ESMM, Ma et al., SIGIR 2018): clicks, and conversions after clicks.
 
-A conversion follows a click, and is known only of clicked rows. A tower trained on clicked rows alone would serve all
-rows, which differ from them. ESMM has two towers over shared vectors, with logits a and b, and trains both on all rows,
-by a click and by a click with a conversion (equation 3)::
+A conversion follows a click and is observed only in clicked rows. A tower trained on clicked rows alone is biased,
+because it predicts for all rows. ESMM has two towers over shared vectors, with logits a and b, and trains both on all
+rows, by a click and by a click with a conversion (equation 3)::
 
     pCTR = sigmoid(a)      pCVR = sigmoid(b)      pCTCVR = pCTR pCVR
 

@@ -269,14 +269,14 @@ def _figures(shown: Sequence[ShownRun]) -> str:
         (headline.heading, marked, plots.metric_curve(shown, headline.name, headline.heading)),
         ("Throughput", "Training alone, evaluations not counted.", plots.throughput_curve(shown)),
     ]
-    if any(metric.name == "calibration" for metric in metrics):
+    if headline.of_same_label("calibration", metrics) is not None:
         calibrated = _splits(run.record.evaluation.split for run in shown if run.record.evaluation is not None)
         caption = (
             f"Final evaluation{f' on {calibrated}' if calibrated else ''}; on the dashed line predictions are right."
         )
         figures.append(("Calibration", caption, plots.calibration_diagram(shown)))
     if len(summaries) > 1:
-        cost = next((metric for metric in metrics if metric.name == "logloss"), headline)
+        cost = headline.of_same_label("logloss", metrics) or headline
         better = "Higher" if cost.better == "higher" else "Lower"
         caption = f"{f'On {final}; ' if final else ''}{better.lower() if final else better} and further left is better."
         drawn = plots.parameters_against(shown, cost.name, cost.heading)

@@ -45,7 +45,7 @@ from distembed.serving.row_decoder import (
     given_rows,
 )
 from distembed.serving.whole_model import WholeModel, load_whole_model
-from distembed.tasks import RetrievalTask
+from distembed.tasks import MultiTask, RetrievalTask
 from distembed.training.config import Config
 from distembed.training.describe import describe
 from distembed.training.inference import EVALUATION_BATCH_SIZE
@@ -206,7 +206,8 @@ class LoadedModel:
         ``is_good`` says which rows are well-formed; None if all are.
         """
         task = self._model.task
-        if task.scores == ("prediction",) and not task.id_columns:
+        # a label of several may be named prediction too
+        if task.scores == ("prediction",) and not task.id_columns and not isinstance(task, MultiTask):
             numbers = np.concatenate([np.empty(0, np.float32), *(chunk["prediction"] for chunk in predicted_chunks)])
             if is_good is None or is_good.all():
                 return numbers

@@ -105,7 +105,15 @@ class MultiConfig:
         kinds = {label.name: label.kind for label in schema.all_labels}
         for name, settings in self.labels.items():
             _check_kind(one_of("label of task.labels", name, kinds), settings, kinds)
-        return tuple(label for label in schema.all_labels if not self.labels or label.name in self.labels)
+        chosen = tuple(label for label in schema.all_labels if not self.labels or label.name in self.labels)
+        for name in (label.name for label in chosen):
+            if f"{name}.label" in [label.name for label in chosen]:
+                raise UserError(
+                    f"the labels {name!r} and '{name}.label' cannot be learned together, since predictions have the "
+                    f"label {name!r} in a column '{name}.label'; rename one in the schema, or leave it out of "
+                    "task.labels."
+                )
+        return chosen
 
 
 def _check_kind(name: str, label: LabelConfig, kinds: dict[str, LabelKind]) -> None:

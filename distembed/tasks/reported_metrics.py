@@ -24,6 +24,16 @@ class ReportedMetric:
     better: Literal["higher", "lower"] | None = None
     in_terminal: bool = True
 
+    @property
+    def label(self) -> str:
+        """The label of the metric in a task of several, such as ``click`` of ``click.auc``; empty in other tasks."""
+        return self.name.rpartition(".")[0]
+
+    def of_same_label(self, kind: str, metrics: Sequence["ReportedMetric"]) -> "ReportedMetric | None":
+        """Returns the metric of a kind, such as ``logloss``, of this metric's label; None where there is none."""
+        name = f"{self.label}.{kind}" if self.label else kind
+        return next((metric for metric in metrics if metric.name == name), None)
+
 
 CLICK_METRICS = (
     ReportedMetric("auc", "AUC", better="higher"),

@@ -36,7 +36,9 @@ class RowWeights:
 
     def _mean(self) -> float:
         """The mean weight of the training split, which is read when a step first needs it."""
-        if self._context is None:  # not started: the planner's estimate of a step, whose values are not used
+        if (
+            self._context is None
+        ):  # not started: in an estimate of a step, and for one of several labels, whose weights are divided
             return 1.0
         if self._known_mean is not None:
             return self._known_mean

@@ -49,7 +49,9 @@ class PredictionColumns:
 
     def _column(self, name: str, numbers: npt.NDArray[Any]) -> Any:
         values = self.values.get(_feature(name)) if name in self.task.id_columns else None
-        return pa.array(numbers) if values is None else take_values(values, numbers)
+        if values is not None:
+            return take_values(values, numbers)
+        return pa.array(numbers, from_pandas=name in self.task.unknown_columns)  # a label that a row lacks is null
 
 
 def recommended_values(dataset: str | os.PathLike[str], task: Task) -> dict[str, pa.Array]:

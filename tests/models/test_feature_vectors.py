@@ -1,5 +1,6 @@
 """Models of feature vectors against their papers' equations, in float64, with their gradients."""
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -103,18 +104,20 @@ def mmoe(weights: dict[str, Tensor], vectors: Tensor) -> Tensor:
     return torch.stack(towers(weights, "network.towers", mixtures), 1)
 
 
-def ple(weights: dict[str, Tensor], vectors: Tensor) -> Tensor:
-    """Of two levels, with a shared expert and two of each label."""
-    first = second = both = vectors.flatten(1)
-    for level in ("network.levels.0", "network.levels.1"):
+def ple(weights: dict[str, Tensor], vectors: Tensor, num_labels: int = 2, num_levels: int = 2) -> Tensor:
+    """Of levels with a shared expert and two of each label."""
+    both = vectors.flatten(1)
+    inputs = [both] * num_labels
+    for number in range(num_levels):
+        level = f"network.levels.{number}"
         shared = experts_of(weights, f"{level}.shared", 1, both)
-        of_first = experts_of(weights, f"{level}.specific.0", 2, first)
-        of_second = experts_of(weights, f"{level}.specific.1", 2, second)
-        if level == "network.levels.0":
-            both = mixture(weights, f"{level}.gates.2", both, of_first + of_second + shared)
-        first = mixture(weights, f"{level}.gates.0", first, of_first + shared)
-        second = mixture(weights, f"{level}.gates.1", second, of_second + shared)
-    return torch.stack(towers(weights, "network.towers", [first, second]), 1)
+        specific = [experts_of(weights, f"{level}.specific.{label}", 2, own) for label, own in enumerate(inputs)]
+        if number < num_levels - 1:
+            all_experts = [expert for experts in specific for expert in experts] + shared
+            both = mixture(weights, f"{level}.gates.{num_labels}", both, all_experts)
+        for label, own in enumerate(inputs):
+            inputs[label] = mixture(weights, f"{level}.gates.{label}", own, specific[label] + shared)
+    return torch.stack(towers(weights, "network.towers", inputs), 1)
 
 
 def esmm(weights: dict[str, Tensor], vectors: Tensor) -> Tensor:
@@ -143,12 +146,16 @@ CASES: dict[str, tuple[Any, Callable[..., Tensor]]] = {
     ),
     "mmoe": (MMoEConfig(deep=[6, 5], tower=[4], num_experts=3), mmoe),
     "ple": (PLEConfig(deep=[6, 5], tower=[4], num_shared=1, num_specific=2), ple),
+    "ple of three labels": (
+        PLEConfig(deep=[6, 5], tower=[4], num_shared=1, num_specific=2, num_levels=3),
+        functools.partial(ple, num_labels=3, num_levels=3),
+    ),
     "esmm": (ESMMConfig(click="second", deep=[6, 5]), esmm),
 }
 
 
-def build(config: ModelConfig) -> FeatureVectorModel:
-    schema = Schema(None, ("d0", "d1"), (), labels=(Label("first"), Label("second")))
+def build(config: ModelConfig, num_labels: int = 2) -> FeatureVectorModel:
+    schema = Schema(None, ("d0", "d1"), (), labels=tuple(map(Label, ("first", "second", "third")[:num_labels])))
     model = config.build(FakeInputs({name: torch.randn(BATCH, DIM) for name in "abc"}, schema))
     assert isinstance(model, FeatureVectorModel)
     assert model.vector_names == NAMES
@@ -158,7 +165,7 @@ def build(config: ModelConfig) -> FeatureVectorModel:
 @pytest.mark.parametrize("case", CASES)
 def test_the_model_equals_its_equations(case: str) -> None:
     config, equations = CASES[case]
-    model = build(config)
+    model = build(config, num_labels=3 if "three labels" in case else 2)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.5)
     weights = dict(model.named_parameters())

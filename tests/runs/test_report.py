@@ -315,6 +315,22 @@ def test_metrics_are_those_that_the_runs_tasks_report(tmp_path: Path) -> None:
     assert parse_metrics([asdict(metric), {"name": 3}]) == (metric,)
 
 
+def test_figures_of_several_labels_are_of_the_headline_s_label(tmp_path: Path) -> None:
+    metrics = [ReportedMetric(name, name.replace(".", " "), better="lower") for name in ("buy.logloss", "click.auc")]
+    for headline, better, calibrated in (("buy.auc", "buy logloss", True), ("stars.rmse", "stars rmse", False)):
+        first = ReportedMetric(headline, headline.replace(".", " "), better="lower")
+        more = ReportedMetric("buy.calibration", "buy calibration")
+        runs = [make_run(tmp_path / headline / name) for name in "ab"]
+        for number, run in enumerate(runs):
+            info = json.loads((run / "run.json").read_text())
+            info |= {"metrics": [asdict(metric) for metric in (first, *metrics, more)], "parameters": 9 + number}
+            (run / "run.json").write_text(json.dumps(info))
+            (run / "config.yaml").write_text(f"model:\n  name: {number}\n")
+        report(tmp_path, *runs)
+        assert f"Parameters against {better}" in figures(tmp_path)
+        assert ("Calibration" in figures(tmp_path)) == calibrated
+
+
 def test_a_run_that_goes_on_has_no_final_evaluation_of_fewer_steps(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     folder = RunFolder(run)

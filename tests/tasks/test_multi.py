@@ -1,7 +1,9 @@
 """The task of several labels: masked losses, metrics against scikit-learn, and refused settings."""
 
+import dataclasses
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,14 +13,19 @@ from sklearn.metrics import log_loss, mean_absolute_error, roc_auc_score, root_m
 from torch import Tensor
 
 from distembed.base.errors import UserError
+from distembed.base.ranks import Ranks
+from distembed.data.dataset.config import DataConfig
+from distembed.data.dataset.manifest import LabelSummary, Manifest, Split
 from distembed.data.dataset.schema import LABELS, WEIGHTS, Label, Schema
 from distembed.data.reader import Batch
 from distembed.models import ESMMConfig, MMoEConfig
 from distembed.reports.comparison import ReportedMetric
-from distembed.tasks import TASKS, MultiConfig, MultiTask, batch_schema, build_task
+from distembed.tasks import TASKS, ClickTask, MultiConfig, MultiTask, batch_schema, build_task
+from distembed.tasks.base import TaskContext
 from distembed.tasks.multi_config import LabelConfig
-from distembed.tasks.reported_metrics import parse_metrics
+from distembed.tasks.reported_metrics import CLICK_METRICS, parse_metrics
 from distembed.training.config import load_config
+from distembed.training.prediction_columns import PredictionColumns
 from tests.models.fake_inputs import FakeInputs
 
 NAN = math.nan
@@ -38,7 +45,7 @@ def prepared(task: MultiTask, labels: Tensor, **fields: Tensor) -> Batch:
     return task.prepare_batch(Batch({LABELS: labels, **fields}, len(labels)), None)
 
 
-def weighed_loss(outputs: Tensor, labels: Tensor) -> Tensor:
+def weighted_loss(outputs: Tensor, labels: Tensor) -> Tensor:
     """Returns the loss of the settings, label by label and row by row."""
     total = outputs.new_zeros(())
     for (click, stars, buy), (y_click, y_stars, y_buy) in zip(outputs, labels.tolist(), strict=True):
@@ -55,11 +62,46 @@ def test_a_missing_label_is_masked() -> None:
     labels, task = torch.tensor(ROWS), make_task(SETTINGS)
     outputs = torch.randn(len(ROWS), 3, requires_grad=True)
     loss, _ = task.step(outputs, prepared(task, labels))
-    expected = weighed_loss(outputs.double(), labels)
+    expected = weighted_loss(outputs.double(), labels)
     torch.testing.assert_close(loss.double(), expected)
     (found,) = torch.autograd.grad(loss, outputs)
     torch.testing.assert_close(found, torch.autograd.grad(expected, outputs)[0])
     assert not found[labels.isnan()].any()  # exactly 0
+
+
+def test_the_loss_has_the_settings_of_each_label_and_the_weights_of_rows(tmp_path: Path) -> None:
+    schema = dataclasses.replace(SCHEMA, weight="importance")
+    summaries = {name: LabelSummary(4, mean) for name, mean in (("click", 0.5), ("stars", 2.5), ("buy", 0.2))}
+    Manifest(schema, {"train": Split(8, None, (), 1.6, summaries)}).save(tmp_path)
+    labels = {
+        "click": LabelConfig(weight=2.0, focal_gamma=1.5),
+        "stars": LabelConfig(weight=0.5, clip=(1, 4)),
+        "buy": LabelConfig(positive_weight=3.0, label_smoothing=0.2),
+    }
+    task = build_task(MultiConfig(labels=labels), schema)
+    ranks = Ranks(rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
+    task.start(TaskContext(DataConfig(path=str(tmp_path)), str(tmp_path), schema, ranks, 0, {}))
+    weights = torch.tensor([0.0, 1, 2, 3, 0.5, 4, 1, 2])
+    rows = task.prepare_batch(Batch({LABELS: torch.tensor(ROWS), WEIGHTS: weights}, 8), None)
+    outputs = torch.randn(8, 3, requires_grad=True)
+    loss, _ = task.step(outputs, rows)
+    expected = torch.zeros((), dtype=torch.float64)
+    for (click, stars, buy), row, weight in zip(outputs.double(), ROWS, weights.tolist(), strict=True):
+        own = torch.zeros((), dtype=torch.float64)
+        if not math.isnan(row[0]):
+            p = 1 / (1 + (-click if row[0] else click).exp())
+            own = own - 2 * (1 - p) ** 1.5 * p.log()
+        if not math.isnan(row[1]):
+            own = own + 0.5 * (stars + 2.5 - row[1]) ** 2  # clipped in evaluations alone
+        if not math.isnan(row[2]):
+            p, share = 1 / (1 + (-buy).exp()), 0.9 if row[2] else 0.1
+            own = own - (3 if row[2] else 1) * (share * p.log() + (1 - share) * (1 - p).log())
+        expected = expected + own * weight / 1.6
+    torch.testing.assert_close(loss.double(), expected)
+    torch.testing.assert_close(*(torch.autograd.grad(each, outputs)[0] for each in (loss, expected)))
+    found = task.evaluate(outputs, rows)
+    torch.testing.assert_close(found["stars.predictions"], (outputs[:, 1] + 2.5).clamp(1, 4))
+    assert set(task.outputs) == set(found) and found[WEIGHTS] is weights
 
 
 def test_the_gradient_of_a_model_is_the_sum_over_batches_of_one_label() -> None:
@@ -202,6 +244,34 @@ def test_a_subset_of_the_labels_keeps_the_datasets_order() -> None:
     torch.testing.assert_close(batch[LABELS], torch.tensor([[1.0], [2.0]]))
 
 
+def test_labels_whose_columns_of_predictions_collide_are_refused() -> None:
+    schema = Schema(None, (), (), labels=(Label("a"), Label("a.label"), Label("b")))
+    with pytest.raises(UserError, match="'a' and 'a.label' cannot be learned together"):
+        build_task(MultiConfig(), schema)
+    task = build_task(MultiConfig(labels={"a.label": LabelConfig(), "b": LabelConfig()}), schema)
+    assert task.prediction_columns == ("a.label", "b", "a.label.label", "b.label")
+
+
+def test_a_missing_label_is_null_among_predictions() -> None:
+    task = make_task(SETTINGS)
+    rows = task.evaluate(torch.full((2, 3), NAN), prepared(task, torch.tensor(ROWS[1:3])))
+    table = PredictionColumns(task).table(task.predictions({name: value.numpy() for name, value in rows.items()}))
+    assert table["buy.label"].to_pylist() == [None, 1]
+    assert table["stars.label"].to_pylist() == [2.5, None]
+    assert all(math.isnan(value) for name in task.scores for value in table[name].to_pylist())
+
+
+def test_the_headline_tells_the_metrics_of_its_label() -> None:
+    metrics = make_task(headline="buy.auc").reported_metrics
+    found = {kind: metrics[0].of_same_label(kind, metrics) for kind in ("logloss", "calibration", "rmse")}
+    assert [metric and metric.name for metric in found.values()] == ["buy.logloss", "buy.calibration", None]
+    stars = make_task(headline="stars.rmse").headline
+    assert stars.of_same_label("calibration", metrics) is None
+    alone = ClickTask().headline
+    assert alone.of_same_label("logloss", CLICK_METRICS) == CLICK_METRICS[1]
+    assert alone.of_same_label("logloss", metrics) is None
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -222,13 +292,6 @@ def test_settings_that_do_not_fit_the_dataset_are_refused(config: MultiConfig, m
 def test_a_dataset_without_labels_is_refused() -> None:
     with pytest.raises(UserError, match="no label"):
         batch_schema(MultiConfig(), Schema(None, ("d",), ()))
-
-
-def test_a_binary_label_of_another_value_is_refused() -> None:
-    task = make_task()
-    prepared(task, torch.tensor(ROWS))
-    with pytest.raises(UserError, match="binary label 'buy', and a batch has 0.5, 3"):
-        prepared(task, torch.tensor([[1, 7, 0.5], [0, 7, 3]]))
 
 
 def test_the_headline_comes_first_and_survives_a_report() -> None:
