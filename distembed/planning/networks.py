@@ -27,6 +27,8 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from distembed.base.errors import InsufficientMemory, UserError, one_line
 from distembed.base.machine import host_memory_bytes
 from distembed.base.units import format_bytes
+from distembed.data.dataset.schema import WEIGHTS
+from distembed.data.reader.batch import Batch
 from distembed.embedding import CompositionalEmbeddingConfig
 from distembed.embedding.collections import embedding_modules, table_configs
 from distembed.embedding.share import ReadChunk, ShareIds, TableShare
@@ -208,10 +210,12 @@ def estimate_network(
     """Runs a step of a model's networks on fake tensors and returns its memory and operations, without tables.
 
     Where the model reads values other than integers, the estimate has weights only (``is_step_known`` is False).
-    ``num_rows`` are one rank's, ``optimizer`` is the dense optimizer (a key of ``OPTIMIZERS``). Several ranks average
-    gradients, in buckets. With ``pads_lists`` networks pad lists to their greatest length, as on CUDA.
+    ``num_rows`` are one rank's, to which the task's ``added_rows`` are added. ``optimizer`` is the dense optimizer (a
+    key of ``OPTIMIZERS``). Several ranks average gradients, in buckets. With ``pads_lists`` networks pad lists to their
+    greatest length, as on CUDA.
     """
     mode, schema = KnownIntegers(), inputs.schema
+    num_queries, num_rows = num_rows, num_rows + math.ceil(max(task.added_rows.values(), default=0) / world_size)
     ids_per_row = sum(feature.mean_ids_per_row for feature in schema.categorical)
     if num_rows * (len(schema.columns) + ids_per_row) > MOST_KNOWN:
         with mode:
@@ -219,6 +223,10 @@ def estimate_network(
     else:
         batch = mode.fake(typical_batch(schema, num_rows, pads_lists))
     with mode.active():
+        fields = dict(batch.fields)
+        if num_rows > num_queries:  # rows that the task adds have no weight
+            fields[WEIGHTS] = fields[WEIGHTS][:num_queries]
+        batch = Batch(fields, num_queries * world_size)
         scan = _Scan(world_size)
         model = _build_networks(model_config, inputs, scan)
 
@@ -232,7 +240,7 @@ def estimate_network(
             loss.backward()
             return output_bytes
 
-        step = partial(measure_step, model, run, tensors(batch), num_rows, optimizer, world_size > 1)
+        step = partial(measure_step, model, run, tensors(batch), num_queries, optimizer, world_size > 1)
         try:
             estimate = step()
             left_out = scan.num_chunks - scan.most_chunks

@@ -84,6 +84,8 @@ class Task(ABC):
         scores: Names of the numbers that are predicted of a row, columns of :meth:`predictions` and of :meth:`score`.
         unknown_columns: Names of the prediction columns that are not known of raw rows.
         id_columns: Names of the prediction columns that hold ids, int64; other columns hold numbers, float32.
+        added_rows: Number of rows that :meth:`prepare_batch` adds to a step on all ranks, by the categorical feature
+            that they have. A plan adds them to the rows of the batch.
         id_features: The dataset's features whose ids the columns ``user`` and ``item_1``, ``item_2``, ... hold.
     """
 
@@ -97,6 +99,7 @@ class Task(ABC):
     scores: tuple[str, ...] = ("prediction",)
     unknown_columns: tuple[str, ...] = ("label",)
     id_columns: tuple[str, ...] = ()
+    added_rows: Mapping[str, int] = MappingProxyType({})
     id_features: Mapping[str, str] = MappingProxyType({USER: USER, ITEM: ITEM})
 
     @property

@@ -167,7 +167,11 @@ class Blueprint:
             network = dataclasses.replace(network, optimizer_state=network.optimizer_state + network.gradients)
         return Workload(
             batch_size=train.batch_size,
-            ids_per_row={feature.name: feature.mean_ids_per_row for feature in features},
+            ids_per_row={
+                feature.name: feature.mean_ids_per_row
+                * (1 + self.task.added_rows.get(feature.name, 0) / train.batch_size)
+                for feature in features
+            },
             multi_hot={feature.name for feature in features if feature.multi_hot},
             # a list of numbers is sent as its length and its entries; the first of several labels is counted apart
             num_dense=len(schema.dense)
