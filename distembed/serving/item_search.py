@@ -21,6 +21,7 @@ from distembed.models.two_tower import TowerVectors
 from distembed.serving.whole_model import WholeModel
 from distembed.tasks import RetrievalTask
 from distembed.tasks.catalogue import CatalogueRanking
+from distembed.tasks.catalogue.item_vectors import ItemVectors
 from distembed.tasks.ranking import EXCLUDED, RELEVANT
 from distembed.training.inference import EVALUATION_BATCH_SIZE
 
@@ -68,7 +69,7 @@ class ItemSearch:
 
     def items(self) -> ItemTable:
         """Returns the vectors of all items, which are computed at the first call."""
-        scored = self._scored().all()
+        scored = self.scored().all()
         ids: npt.NDArray[np.int64] = scored.ids.cpu().numpy()
         values = pa.array(ids) if self._values is None else take_values(self._values, ids)
         return ItemTable(ids, values, scored.vectors.cpu().numpy())
@@ -88,7 +89,7 @@ class ItemSearch:
         """
         if not 1 <= k <= len(self._task.catalogue):
             raise UserError(f"k is {k}; it is from 1 to {len(self._task.catalogue):,}, the number of items.")
-        ranking = CatalogueRanking(self._scored(), num_best=k)
+        ranking = CatalogueRanking(self.scored(), num_best=k)
         best, scores = [np.empty((0, k), np.int64)], [np.empty((0, k), np.float32)]
         for batch in batches:
             prepared = self._task.prediction_batch(batch).to(self._model.blueprint.device)
@@ -112,7 +113,7 @@ class ItemSearch:
         vectors: TowerVectors = self._model.model_outputs(batch)
         return vectors
 
-    def _scored(self) -> Any:
+    def scored(self) -> ItemVectors:
         """Returns the items with their vectors; the first thread computes them."""
         with self._lock:
             if not self._is_ready:

@@ -133,6 +133,7 @@ class LoadedModel:
         self._process = os.getpid()
         self._reading = threading.Lock()
         self._decoder: RowDecoder | None = None
+        self._item_search: ItemSearch | None = None
         self._note = seen_items_note(run)
 
     @property
@@ -195,7 +196,7 @@ class LoadedModel:
         """Returns the task's predictions of each batch, by column; a batch has the dataset's columns, not prepared."""
         task = self._model.task
         if isinstance(task, RetrievalTask):
-            self._search.items()  # the task ranks the items' vectors, which the model computes once
+            self._search.scored()  # the task ranks the items' vectors, which the model computes once
         return [task.predictions(self._model.outputs(task.prediction_batch(batch))) for batch in batches]
 
     def _answer(
@@ -256,10 +257,13 @@ class LoadedModel:
         self._require_usable()
         return self._search.items()
 
-    @cached_property
+    @property
     def _search(self) -> ItemSearch:
         """The vectors of users and items, and the search for items."""
-        return ItemSearch(self._model, self._values.get(ITEM))
+        with self._reading:
+            if self._item_search is None:
+                self._item_search = ItemSearch(self._model, self._values.get(ITEM))
+            return self._item_search
 
     @cached_property
     def _values(self) -> Mapping[str, pa.Array]:

@@ -80,6 +80,7 @@ class RetrievalTask(Task):
         has_users = config.user is not None
         self.prediction_columns, self.id_columns = (columns, ids) if has_users else (columns[1:], ids[1:])
         self.outputs = ("metrics", "excluded_targets", *(RECOMMENDATIONS if has_users else RECOMMENDATIONS[1:]))
+        self.added_rows = dict.fromkeys(config.item_side, self._num_negatives) if self._num_negatives else {}
         self.id_features = {USER: config.user or USER, ITEM: config.item_name}
         self._context: TaskContext | None = None
 
@@ -157,14 +158,14 @@ class RetrievalTask(Task):
 
     @cached_property
     def _pair_share(self) -> float:
-        """The share of pairs among the rows of the training split."""
-        if self._pairs.label is None:
-            return 1.0
-        data = self._started.data
-        share = Manifest.load(data.require_path()).splits[data.train].label_rate
-        if not share:
-            raise UserError(f"data.train is {data.train!r}, which has no row whose label is 1; name another split.")
-        return share
+        """The share of pairs with a known item among the rows of the training split."""
+        data, num_pairs = self._started.data, int(self._item_counts.sum())
+        if not num_pairs:
+            raise UserError(
+                f"data.train is {data.train!r}, which has no pair: no row with a known item and, where there are "
+                "labels, the label 1; name another split."
+            )
+        return num_pairs / Manifest.load(self._started.dataset).splits[data.train].num_rows
 
     def _items_of(self, splits: list[str]) -> UserItems:
         """Returns each known user's distinct items in some splits; the result is cached by the names of the splits.
@@ -176,6 +177,15 @@ class RetrievalTask(Task):
             items = UserItems.of_splits(self._started.dataset, splits, self._pairs)
             self._user_items[key] = items.without(self._reserved_users)
         return self._user_items[key]
+
+    def start_lines(self) -> list[str]:
+        """Returns no line; reads the inputs of the first step, so that no rank waits for another in a collective.
+
+        They take 16 bytes for each id of an item, on the device half of them; with ``sampled`` 8 bytes more, and the
+        features of the catalogue's items.
+        """
+        _ = self._log_shares, self._pair_share
+        return []
 
     def prepare_batch(self, batch: Batch, position: BatchPosition | None) -> Batch:
         """Returns the batch with the weights of its rows, the ids of its items, and drawn items of the catalogue.
@@ -223,7 +233,9 @@ class RetrievalTask(Task):
     def _candidates(self, items: Float[Tensor, "rows dim"], weights: Tensor, batch: Batch) -> BatchCandidates:
         """Returns the candidates of a step, those of all ranks; all ranks call it."""
         if self._context is None:  # not started: the planner's estimate of a step, whose values are not used
-            return BatchCandidates(Items(torch.arange(len(items)), items), items.new_zeros(len(items)))
+            num_candidates = batch.global_batch_size + self._num_negatives
+            gathered = items.repeat(-(-num_candidates // len(items)), 1)[:num_candidates]
+            return BatchCandidates(Items(torch.arange(num_candidates), gathered), items.new_zeros(num_candidates))
         ids = batch[ITEM_IDS]
         assert isinstance(ids, Tensor)
         rows, drawn = self._shares(batch.global_batch_size), self._shares(self._num_negatives)

@@ -39,8 +39,8 @@ class RetrievalConfig:
         name: The task's name, ``retrieval``.
         loss: ``in_batch``, a softmax over the items of a step's rows; or ``sampled``, over these and drawn items.
         num_negatives: Number of items that ``sampled`` draws for a step, which all rows of the step share.
-        negative_exponent: Power of an item's number of training rows with which items are drawn: 0 for uniformly, 1 for
-            by frequency.
+        negative_exponent: Power of an item's number of training pairs with which ``sampled`` draws items: 0 for
+            uniformly, 1 for by frequency. An item without a pair is drawn as if it had one.
         user: The categorical feature that tells users apart: an evaluation has a query for each user, and
             ``exclude_seen`` leaves out a user's items. Null for a query for each row, and no seen items.
         cutoffs: The numbers k of the metrics, in rising order.
@@ -66,6 +66,13 @@ class RetrievalConfig:
     @model_validator(mode="after")
     def _settings_fit(self) -> "RetrievalConfig":
         require_among(self.headline, ranking_metric_names(RETRIEVAL_KINDS, self.cutoffs))
+        if self.loss == "in_batch":
+            for name, default in (("num_negatives", 1024), ("negative_exponent", 0.0)):
+                if getattr(self, name) != default:
+                    raise ValueError(
+                        f"{name} is {getattr(self, name)} and loss is in_batch, which draws no items: set loss to "
+                        f"sampled, or leave {name} out"
+                    )
         if self.user is None and self.exclude_seen is True:
             raise ValueError(
                 "exclude_seen is true and user is null, so that no items of a user are known: set user to the feature "

@@ -1,5 +1,8 @@
 """A loaded run of two towers: its vectors, its recommendations by exact search, and predictions of raw rows."""
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import pytest
 
 import distembed
 from distembed.base.errors import UserError
+from distembed.serving.item_search import ItemSearch
 from tests.small_runs import call
 from tests.small_runs import distembed as forked
 from tests.tasks.retrieval_rows import NUM_ITEMS, prepare_rows, write_config
@@ -71,6 +75,28 @@ def test_recommendations_are_the_best_inner_products(run: Path) -> None:
         model.recommend(asked, k=0)
     with pytest.raises(UserError, match="age"):
         model.recommend([{**asked[0], "age": "old"}])
+
+
+def test_threads_share_one_search_and_predictions_read_no_catalogue(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[ItemSearch] = []
+    start, both = ItemSearch.__init__, threading.Barrier(2)
+
+    def slow_start(search: ItemSearch, *arguments: Any) -> None:
+        made.append(search)
+        time.sleep(0.2)
+        start(search, *arguments)
+
+    def predict(row: dict[str, Any]) -> Any:
+        both.wait()
+        return model.predict([row])
+
+    monkeypatch.setattr(ItemSearch, "__init__", slow_start)
+    monkeypatch.delattr("distembed.serving.item_search.take_values")
+    model = distembed.load(run)
+    asked = [{name: row[name] for name in USER_COLUMNS} for row in raw_rows(run)[-2:]]
+    with ThreadPoolExecutor(2) as threads:
+        assert [len(table) for table in threads.map(predict, asked)] == [1, 1]
+    assert len(made) == 1
 
 
 @pytest.mark.thorough

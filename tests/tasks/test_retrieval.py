@@ -21,11 +21,13 @@ from distembed.data.reader import Batch, BatchOrder, BatchReader
 from distembed.embedding import CompositionalEmbeddingBagCollection
 from distembed.models import ModelInputs, TwoTower
 from distembed.models.two_tower import unit_vectors
+from distembed.planning.request import Workload
 from distembed.tasks import RetrievalTask
 from distembed.tasks.base import BatchPosition, TaskContext
 from distembed.tasks.catalogue.keyed_rows import KeyedRows, columns_of
 from distembed.tasks.ranking import EXCLUDED
 from distembed.tasks.retrieval import ITEM_IDS
+from distembed.training.build import Blueprint
 from distembed.training.config import Config, load_config
 from tests.small_runs import call, distembed, losses, metrics, stopped_at
 from tests.tasks.retrieval_rows import prepare_rows, write_config
@@ -134,7 +136,7 @@ def test_a_step_equals_one_in_float64(
 ) -> None:
     monkeypatch.setattr("distembed.tasks.catalogue.softmax._MOST_SCORES", most_scores)
     num_rows, num_drawn = 16, 7 if loss == "sampled" else 0
-    settings = {"loss": loss, "num_negatives": 7, "negative_exponent": 0.5}
+    settings = {"loss": loss, **({"num_negatives": 7, "negative_exponent": 0.5} if num_drawn else {})}
     task, model, _ = make(dataset, tmp_path, task=settings, model={"normalize": normalize})
     rows = rows_of(dataset, "train")[:num_rows]
     batch = task.prepare_batch(read_batch(dataset, num_rows), BatchPosition(3, 0))
@@ -183,6 +185,25 @@ def test_a_step_without_two_pairs_has_no_loss_against_other_rows(dataset: Path, 
         total.backward()
         assert total.item() == 0
     assert prepared[WEIGHTS].count_nonzero() == 1 and len(prepared[SPARSE_FEATURES]["film"].values()) == 8
+
+
+@pytest.mark.thorough
+def test_a_plan_grows_with_candidates_of_all_ranks_and_drawn_items(dataset: Path, tmp_path: Path) -> None:
+    def workload(world_size: int, **task: Any) -> Workload:
+        config = load_config(write_config(tmp_path / "config.yaml", dataset, task=task))
+        schema = Manifest.load(dataset).schema
+        return Blueprint(config, schema, world_size, 1, torch.device("cpu"), False, {}).workload()
+
+    one, few, many = workload(1), workload(4), workload(4, loss="sampled", num_negatives=5200)
+    dim, num_rows, num_candidates = 6, 17, 65 + 5200
+    assert all(each.network.is_step_known for each in (one, few, many))
+    # both passes of the inner products of a rank's queries and all ranks' candidates: 3 products of 2 operations
+    assert few.network.flops > 6 * num_rows * 65 * dim
+    assert many.network.flops - few.network.flops > 6 * num_rows * (num_candidates - 68) * dim
+    assert many.network.peak > few.network.peak + 4 * num_rows * (num_candidates - 68)
+    for name in ("film", "genres"):
+        assert many.ids_per_row[name] == pytest.approx(few.ids_per_row[name] * (1 + 5200 / 65))
+    assert many.ids_per_row["user"] == few.ids_per_row["user"] == one.ids_per_row["user"] == 1
 
 
 def outputs_of(task: RetrievalTask, model: TwoTower, split: str) -> dict[str, Any]:
@@ -289,7 +310,7 @@ def test_keyed_rows_are_the_first_or_last_of_each_id(dataset: Path, keep: Any, m
 @pytest.mark.distributed
 @pytest.mark.parametrize("loss", ["in_batch", "sampled"])
 def test_ranks_train_and_evaluate_to_the_metrics_of_one(dataset: Path, tmp_path: Path, loss: str) -> None:
-    task = {"loss": loss, "num_negatives": 21}
+    task = {"loss": loss, **({"num_negatives": 21} if loss == "sampled" else {})}
     config = write_config(tmp_path / "config.yaml", dataset, task=task)
     call("train", config, "--run-dir", tmp_path / "one")
     distembed("train", config, "--run-dir", tmp_path / "two", ranks=2)
@@ -341,6 +362,8 @@ def test_wrong_settings_are_explained(dataset: Path, tmp_path: Path) -> None:
     refuses("which is a feature of the item", model={"item_features": ["user"]})
     refuses("task.item is 'user' and model.item is 'film'", task={"item": "user"})
     refuses("task.user", task={"user": "person"})
+    refuses("num_negatives is 8 and loss is in_batch", task={"num_negatives": 8})
+    refuses("negative_exponent is 0.5 and loss is in_batch", task={"negative_exponent": 0.5})
     refuses("user is null", task={"user": None, "exclude_seen": True})
     refuses("lower it", task={"cutoffs": [1000]})
     refuses("do not go together", "task={name: click}")

@@ -177,6 +177,8 @@ class CatalogueRanking:
         """
         pairs = block.relevant
         scores = block.vectors.new_zeros(len(pairs), dtype=torch.float32)
+        if not len(pairs):  # on no rank
+            return scores
         for chunk in self._chunks(block):
             chunk_pairs = torch.stack(pairs.in_chunk(chunk.ids))
             for indices, columns in (pairs_part.unbind() for pairs_part in chunk_pairs.split(_PAIRS_AT_ONCE, 1)):
