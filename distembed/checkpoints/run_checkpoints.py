@@ -108,12 +108,16 @@ class Checkpoints:
             with storage_errors(store.url):
                 collectives.on_first(partial(self._claim, self._owner))
 
-    def require_room(self, model: nn.Module, optimizer: KeyedOptimizer, say: Callable[[str], None]) -> None:
+    def require_room(
+        self, model: nn.Module, optimizer: KeyedOptimizer, averages: Mapping[str, Tensor], say: Callable[[str], None]
+    ) -> None:
         """Raises a ``RunError`` where the disk has no room for a checkpoint, and warns if it lacks room for all.
 
         States that an optimizer makes only with the first step are not counted. All ranks call it.
         """
-        content = CheckpointContent.collect("", model, optimizer, Progress({"step": 0}), self._collectives)
+        content = CheckpointContent.collect(
+            "", model, optimizer, Progress({"step": 0}, {}, averages), self._collectives
+        )
         num_bytes = sum(self._collectives.gather(content.num_bytes))
         keep = self._keep + self._keep_best
         self._collectives.on_first(lambda: require_bytes(self._store.url, keep, num_bytes, say))

@@ -1,9 +1,12 @@
 """Exponential moving averages of networks' weights, which a trained model is used with (Polyak & Juditsky, 1992).
 
-With the weights w_t after step t and the decay d, the averages are::
+With the weights w_t after step t, the decay d and n = t - start_step, the averages are::
 
-    a_t = w_t                           t <= start_step
-    a_t = d a_{t-1} + (1 - d) w_t       afterwards
+    a_t = w_t                               n <= 0
+    a_t = d_n a_{t-1} + (1 - d_n) w_t       afterwards, with d_n = min(d, (1 + n) / (10 + n))
+
+d_n is that of TensorFlow's ``ExponentialMovingAverage`` with ``num_updates``. A constant d would keep d^n of the random
+initial weights: 82% of them after 200 steps of d = 0.999.
 
 Networks and path functions are averaged: all ranks have them, with the same numbers, so that no rank tells another its
 averages. Tables are not averaged. A copy of them would double the memory that decides whether a model fits, and FBGEMM
@@ -15,7 +18,6 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from distembed.optim.config import EMAConfig
 
@@ -32,20 +34,17 @@ class AveragedWeights:
     """
 
     def __init__(self, weights: Mapping[str, Tensor], config: EMAConfig | None) -> None:
+        self._config = config or EMAConfig()
         self._weights = [] if config is None else list(weights.values())
         self.values = {} if config is None else {name: weight.detach().clone() for name, weight in weights.items()}
-        self._start_step = 0 if config is None else config.start_step
-        self._average = None if config is None else get_ema_multi_avg_fn(config.decay)
 
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Takes the weights after ``step`` steps into the averages."""
-        if not self.values:
-            return
-        if step <= self._start_step or self._average is None:
-            torch._foreach_copy_(list(self.values.values()), self._weights)
-        else:
-            self._average(list(self.values.values()), self._weights, step)
+        num_updates = max(0, step - self._config.start_step)
+        decay = min(self._config.decay, (1 + num_updates) / (10 + num_updates)) if num_updates else 0.0
+        if self.values:
+            torch._foreach_lerp_(list(self.values.values()), self._weights, 1.0 - decay)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:

@@ -86,7 +86,8 @@ class DenseOptimizerConfig:
 class EMAConfig:
     """Exponential moving averages of the networks' weights; see :mod:`distembed.optim.averages`."""
 
-    # share of the averages that a step keeps; they reach over about 1 / (1 - decay) steps
+    # share of the averages that a step keeps, and (1 + n) / (10 + n) where that is smaller, n steps after start_step;
+    # the averages reach over about 1 / (1 - decay) steps
     decay: Annotated[float, Field(gt=0, lt=1)] = 0.999
     start_step: Annotated[int, Field(ge=0)] = 0  # number of steps until which the averages are the weights themselves
 
@@ -108,6 +109,7 @@ class SparseOptimizerConfig:
     learning_rate: PositiveNumber = 0.02  # the rate at the end of the warm-up
     eps: PositiveNumber = 1e-8  # small number that is added to the root of the accumulator
     # largest magnitude of each number of the gradient of a composed vector (of a bag, or of an id of a sequence), which
-    # larger numbers are cut to; null for no limit. See distembed.sharding.limit_gradients.
+    # larger numbers are cut to; null for no limit. See distembed.sharding.limit_gradients. Of tables in which all rows
+    # have gradients, the numbers of the rows' own gradients are cut.
     max_gradient: PositiveNumber | None = None
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)  # the learning rate over the steps

@@ -135,8 +135,8 @@ class Blueprint:
         """Builds the model with its loss for a plan: tables are on the meta device, marked with their optimizer.
 
         Raises:
-            UserError: The model cannot be built, FBGEMM lacks the optimizer on the device, or a group of weight decay
-                has no parameters.
+            UserError: The model cannot be built, FBGEMM lacks the optimizer on the device, a group of weight decay has
+                no parameters, or ``train.ema`` has nothing to average.
         """
         model, train = self.build_unsharded(), self.config.train
         vectors = table_parameters(model)
@@ -147,6 +147,11 @@ class Blueprint:
         weight_decays(
             [name for name, own in task_model.named_parameters() if id(own) not in in_tables], train.dense_optimizer
         )
+        if train.ema is not None and not averaged_parameters(task_model):
+            raise UserError(
+                f"train.ema averages the weights of networks, but the model {self.config.model.name!r} has tables "
+                "alone, which are not averaged; leave train.ema out."
+            )
         return task_model
 
     def workload(self) -> Workload:
@@ -163,8 +168,10 @@ class Blueprint:
             self.world_size,
             pads_lists=self.device.type == "cuda",
         )
-        if train.ema is not None:  # an average of each weight that has a gradient
-            network = dataclasses.replace(network, optimizer_state=network.optimizer_state + network.gradients)
+        if train.ema is not None:  # an average of each weight of networks and path functions
+            functions = [part for table in self.model_inputs.tables.values() for part in table.function_tables()]
+            averages = network.gradients + sum(part.num_bytes for part in functions)
+            network = dataclasses.replace(network, optimizer_state=network.optimizer_state + averages)
         return Workload(
             batch_size=train.batch_size,
             ids_per_row={

@@ -158,7 +158,10 @@ class Trainer:
             self._checkpoints,
         ):
             self._say_start()
-            self._checkpoints.require_room(self._state.model, self._state.optimizers.combined, self._progress.say)
+            state = self._state
+            self._checkpoints.require_room(
+                state.model, state.optimizers.combined, state.averages.values, self._progress.say
+            )
             self._window = MetricsWindow()
             if self._resumed is not None:
                 values, tensors = self._resumed.values["window"], self._resumed.tensors

@@ -1,6 +1,7 @@
 """Averages of networks' weights: the recurrence in float64, their use, and runs that are resumed or have two ranks."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from distembed.base.errors import UserError
+from distembed.base.errors import RunError, UserError
 from distembed.checkpoints import load_checkpoint
 from distembed.checkpoints.checkpoint import load_weights
 from distembed.optim.averages import AveragedWeights
@@ -24,7 +25,7 @@ from tests.layouts import SeveralCollections, build, shard
 from tests.ranks import run_on_ranks
 from tests.small_runs import call, config_values, distembed, metrics, stopped_at
 
-DECAY, START, STEPS = 0.75, 2, 6
+DECAY, START, STEPS = 0.25, 2, 6
 FUNCTION = "functions.C2__p1"
 """Weights of a path-based table's functions."""
 Arrays = dict[str, npt.NDArray[np.float64]]
@@ -42,6 +43,11 @@ def saved(checkpoint: Path, beginning: str) -> Arrays:
         if key.startswith(beginning):
             found[key.removeprefix(beginning)] = whole
     return found
+
+
+def next_average(average: Any, weight: Any, num_updates: int) -> Any:
+    decay = min(DECAY, (1 + num_updates) / (10 + num_updates))
+    return decay * average + (1 - decay) * weight
 
 
 def checkpoint(run: Path, step: int) -> Path:
@@ -89,7 +95,7 @@ def test_averages_are_the_recurrence_of_the_weights(run: Path) -> None:
         assert any(name.endswith(FUNCTION) for name in averages)
         for name in averages:
             now = weights[name].astype(np.float64)
-            expected[name] = now if step <= START else DECAY * expected[name] + (1 - DECAY) * now
+            expected[name] = now if step <= START else next_average(expected[name], now, step - START)
             np.testing.assert_allclose(averages[name], expected[name], rtol=1e-5, atol=1e-7)
     assert all((averages[name] != weights[name]).any() for name in averages)
 
@@ -140,7 +146,7 @@ def test_a_resumed_run_has_the_averages_of_one_that_was_not_stopped(run: Path, t
             np.testing.assert_array_equal(found[name], values)
     ours, whole = ([line["logloss"] for line in metrics(folder, "eval")] for folder in (stopped, run))
     assert ours == whole
-    with pytest.raises(UserError, match=r"train.ema.decay: 0.75 before, 0.5 now"):
+    with pytest.raises(UserError, match=r"train.ema.decay: 0.25 before, 0.5 now"):
         call("train", run / "config.yaml", "train.ema.decay=0.5", "--run-dir", stopped, "--resume")
     with pytest.raises(UserError, match=r"train.ema"):
         call("train", run / "config.yaml", "train.ema=null", "--run-dir", stopped, "--resume")
@@ -178,7 +184,7 @@ def test_a_run_that_continues_another_starts_from_its_weights(run: Path, tmp_pat
     call("train", run / "config.yaml", *settings, "--run-dir", tmp_path / "run")
     before, after = saved(checkpoint(run, STEPS), "model."), saved(checkpoint(tmp_path / "run", 1), "model.")
     for name, average in saved(checkpoint(tmp_path / "run", 1), "average.").items():
-        expected = DECAY * before[name].astype(np.float64) + (1 - DECAY) * after[name]
+        expected = next_average(before[name].astype(np.float64), after[name], 1)
         np.testing.assert_allclose(average, expected, rtol=1e-5, atol=1e-7)
 
 
@@ -195,7 +201,7 @@ def check_ranks(rank: int, world_size: int) -> None:
             trained.step(step)
             averages.update(step)
             for name, weight in weights.items():
-                expected[name] = DECAY * expected[name] + (1 - DECAY) * weight.detach().double()
+                expected[name] = next_average(expected[name], weight.detach().double(), step)
         raw = {name: weight.detach().clone() for name, weight in weights.items()}
         for name, average in averages.values.items():
             torch.testing.assert_close(average.double(), expected[name], rtol=1e-5, atol=1e-7)
@@ -213,6 +219,20 @@ def check_ranks(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_all_ranks_have_equal_averages(world_size: int) -> None:
     run_on_ranks(world_size, check_ranks)
+
+
+@pytest.mark.parametrize("num_steps", [1, 20, 200])
+@pytest.mark.parametrize("start_step", [0, 3])
+def test_few_steps_forget_the_initial_weights(num_steps: int, start_step: int) -> None:
+    weight = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+    averages = AveragedWeights({"weight": weight}, EMAConfig(decay=0.999, start_step=start_step))
+    averages.update(start_step)
+    weight.data.zero_()
+    for step in range(num_steps):
+        averages.update(start_step + 1 + step)
+    # the product of (1 + n) / (10 + n) over n = 1 .. N; N steps with 0.999 would keep 0.999^N
+    kept = math.factorial(10) / math.prod(range(num_steps + 2, num_steps + 11))
+    torch.testing.assert_close(averages.values["weight"], torch.full_like(weight, kept).detach(), rtol=1e-12, atol=0)
 
 
 def test_without_a_config_nothing_is_averaged() -> None:
@@ -239,11 +259,25 @@ def test_an_optimizer_gets_the_weights_that_are_trained(run: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_a_plan_counts_a_copy_of_the_networks(config: Path) -> None:
+def test_a_plan_counts_the_averages(run: Path) -> None:
     states = []
     for ema in ("null", "{}"):
-        said = call("plan", config, f"train.ema={ema}", "--json")
-        states.append(json.loads(said[said.index("{") :])["ranks"][0]["memory"])
-    assert states[0]["network_optimizer_state"] == 0  # of SGD
-    num_weights = sum((2 * 16 + 16, 16 * 8 + 8, 18 * 16 + 16, 16 + 1))
-    assert states[1]["network_optimizer_state"] == 4 * num_weights
+        said = call("plan", run / "config.yaml", f"train.ema={ema}", "--json")
+        states.append(json.loads(said[said.index("{") :])["ranks"][0]["memory"]["network_optimizer_state"])
+    assert states[1] - states[0] == sum(values.nbytes for values in saved(checkpoint(run, 1), "average.").values())
+
+
+def test_room_for_a_checkpoint_includes_the_averages(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[int]()
+
+    def refuse(url: str, keep: int, num_bytes: int, say: object) -> None:
+        asked.append(num_bytes)
+        raise RunError("no room")
+
+    monkeypatch.setattr("distembed.checkpoints.run_checkpoints.require_bytes", refuse)
+    for ema in ("null", "{}"):
+        with pytest.raises(RunError, match="no room"):
+            call("train", run / "config.yaml", f"train.ema={ema}", "--run-dir", tmp_path / f"run{ema}")
+    assert asked[1] - asked[0] == sum(values.nbytes for values in saved(checkpoint(run, 1), "average.").values())

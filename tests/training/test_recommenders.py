@@ -127,6 +127,7 @@ def test_what_does_not_go_together_is_said_before_anything_is_trained(
     refuses("rating", "task", "task={name: click}")
     refuses("rating", "model", "model={name: dlrm}")
     refuses("softmax", "model", "model={name: mf}")
+    refuses("rating", "train.ema.*'mf' has tables alone", "train.ema={}")
     refuses("softmax", "distembed prepare sequences", ratings)
     refuses("rating", "distembed prepare ratings", sequences)
     refuses("softmax", "distembed prepare sequences", f"data.path={dataset}")
