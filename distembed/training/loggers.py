@@ -1,8 +1,9 @@
 """Where a run's metrics go beside ``metrics.jsonl``: TensorBoard, Weights & Biases, MLflow, or a logger of one's own.
 
 ``train.loggers`` names them. A logger is made when the run starts, by rank 0, and again when the run resumes. A service
-that cannot be reached costs a warning and never the run: ``metrics.jsonl`` has every number. Services get the numbers
-from a thread of their own, so that a slow one does not slow training; their loggers are made and called there.
+that cannot be reached costs a warning and never the run: ``metrics.jsonl`` has every number. Each service gets the
+numbers from a thread of its own, which makes and calls its logger: a slow service slows neither training nor another
+service.
 """
 
 import importlib.util
@@ -18,9 +19,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from distembed.base.errors import UserError
 from distembed.base.files import write_json
@@ -28,13 +28,16 @@ from distembed.base.lazy import NameTable
 
 TENSORBOARD = "tensorboard"
 _MOST_SECONDS = 30
-"""How long a service may take to answer."""
+"""How long W&B may take to start a run."""
+_PAUSES = (2.0, 10.0)
+"""Seconds between attempts to log a line; a service that fails once more after them gets no more metrics."""
 _MOST_SECONDS_AT_END = 60
 """How long services may take, together, for the metrics that wait at the end of a run."""
 _MOST_WAITING = 1000
-"""Lines of metrics that wait for slow services at most."""
+"""Lines of metrics that wait for a slow service at most."""
 _IDS = "loggers.json"
 """File in the run's folder with the ids that services know the run by, so that a resumed run keeps its id."""
+_IDS_LOCK = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -51,14 +54,16 @@ class LoggedRun:
     config_yaml: str
     resumed_step: int
 
-    def id_for(self, service: str, make: Any) -> str:
+    def id_for(self, service: str, make: Callable[[], str]) -> str:
         """Returns the id of the run at a service, which ``make()`` gives for a run that has none yet."""
-        file = self.folder / _IDS
-        ids = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        if service not in ids:
-            write_json(file, ids := {**ids, service: make()})
-        known: str = ids[service]
+        known = self._ids().get(service) or make()
+        with _IDS_LOCK:  # services have threads of their own
+            write_json(self.folder / _IDS, self._ids() | {service: known})
         return known
+
+    def _ids(self) -> dict[str, str]:
+        file = self.folder / _IDS
+        return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
 
 class MetricsLogger(ABC):
@@ -134,9 +139,6 @@ class MLflowLogger(MetricsLogger):
     package = "mlflow"
 
     def __init__(self, run: LoggedRun) -> None:
-        # MLflow's own are minutes, in which the other ranks would wait for this one
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(_MOST_SECONDS))
         import mlflow
 
         self._metric, self._client = mlflow.entities.Metric, mlflow.MlflowClient()
@@ -168,48 +170,24 @@ LOGGERS: NameTable[type[MetricsLogger]] = NameTable(
 """Class by the name of a logger; a plugin adds its own."""
 
 
-class Loggers:
-    """The loggers of a run: TensorBoard, and services in a thread of their own.
+class _Service:
+    """Gives a service the metrics that wait in its queue, from a thread; drops the service with a warning if it fails.
 
-    TensorBoard writes files, by a queue and a thread of its own, so that a slow service costs it no metrics; its error
-    is raised. A service that fails is dropped with a warning. Metrics wait for slow services in a queue; a full queue
-    drops its oldest metrics, with one warning. :meth:`close` waits ``most_seconds`` for the services at most.
+    A full queue drops its oldest metrics, with one warning.
     """
 
-    def __init__(self, names: Sequence[str], run: LoggedRun, most_seconds: float = _MOST_SECONDS_AT_END) -> None:
-        self._most_seconds = most_seconds
-        services = [name for name in names if name != TENSORBOARD]
-        self._board = TensorBoardLogger(run) if TENSORBOARD in names else None
+    def __init__(self, name: str, run: LoggedRun) -> None:
+        self.name = name
         self._waiting: queue.Queue[tuple[int, Mapping[str, float]] | bool] = queue.Queue(_MOST_WAITING)
         self._has_dropped = False
-        self._thread = None
-        if services:
-            # a daemon, since a service may never answer
-            self._thread = threading.Thread(target=self._serve, args=(services, run), name="distembed-log", daemon=True)
-            self._thread.start()
+        # a daemon, since a service may never answer
+        self.thread = threading.Thread(target=self._serve, args=(run,), name=f"distembed-{name}", daemon=True)
+        self.thread.start()
 
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Logs the numbers of a step everywhere; does not wait for services."""
-        if self._board is not None:
-            self._board.log(step, numbers)
-        if self._thread is not None:
-            self._put((step, numbers))
-
-    def close(self, is_finished: bool) -> None:
-        """Ends all logs; waits for services that have not taken all metrics, with a time limit."""
-        if self._thread is not None:
-            self._put(is_finished)
-            self._thread.join(self._most_seconds)
-            if self._thread.is_alive():
-                warnings.warn(
-                    f"train.loggers: a service has not taken all metrics within {self._most_seconds:g} s after the "
-                    "run's end, and may lack the last ones; metrics.jsonl has them.",
-                    stacklevel=2,
-                )
-        if self._board is not None:  # last, since its error ends the run
-            self._board.close(is_finished)
-
-    def _put(self, entry: tuple[int, Mapping[str, float]] | bool) -> None:
+    def put(self, entry: tuple[int, Mapping[str, float]] | bool) -> None:
+        """Adds the numbers of a step, or whether the run is finished, which ends the log; does not wait."""
+        if not self.thread.is_alive():
+            return
         try:
             self._waiting.put_nowait(entry)
         except queue.Full:
@@ -219,35 +197,68 @@ class Loggers:
             if not self._has_dropped:
                 self._has_dropped = True
                 warnings.warn(
-                    f"train.loggers: {_MOST_WAITING} lines of metrics wait for a slow service; the oldest are dropped "
+                    f"train.loggers: {_MOST_WAITING} lines of metrics wait for {self.name}; the oldest are dropped "
                     "from here on. Raise train.log_every; metrics.jsonl has all lines.",
                     stacklevel=3,
                 )
 
-    def _serve(self, names: Sequence[str], run: LoggedRun) -> None:
-        """Makes the services' loggers and gives them the metrics that wait, until the entry that ends the logs."""
-        loggers: dict[str, MetricsLogger] = {}
+    def _serve(self, run: LoggedRun) -> None:
+        try:
+            logger = LOGGERS[self.name](run)
+            while not isinstance(entry := self._waiting.get(), bool):
+                _log_patiently(logger, *entry)
+            logger.close(entry)
+        except Exception as error:
+            warnings.warn(
+                f"{self.name} failed and gets no more metrics of this run, which metrics.jsonl holds: {error}",
+                stacklevel=2,
+            )
 
-        def attempt(name: str, action: Callable[[], Any]) -> None:
-            try:
-                action()
-            except Exception as error:
-                loggers.pop(name, None)
+
+def _log_patiently(logger: MetricsLogger, step: int, numbers: Mapping[str, float]) -> None:
+    """Logs a line; tries again after pauses if it fails, and raises the last error."""
+    for pause in _PAUSES:
+        try:
+            return logger.log(step, numbers)
+        except Exception:
+            time.sleep(pause)
+    logger.log(step, numbers)
+
+
+class Loggers:
+    """The loggers of a run: TensorBoard, and services in threads of their own.
+
+    TensorBoard writes files, by a queue and a thread of its own; its error is raised. :meth:`close` waits
+    ``most_seconds`` for all services together at most.
+    """
+
+    def __init__(self, names: Sequence[str], run: LoggedRun, most_seconds: float = _MOST_SECONDS_AT_END) -> None:
+        self._most_seconds = most_seconds
+        self._board = TensorBoardLogger(run) if TENSORBOARD in names else None
+        self._services = [_Service(name, run) for name in names if name != TENSORBOARD]
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Logs the numbers of a step everywhere; does not wait for services."""
+        if self._board is not None:
+            self._board.log(step, numbers)
+        for service in self._services:
+            service.put((step, numbers))
+
+    def close(self, is_finished: bool) -> None:
+        """Ends all logs; waits for services that have not taken all metrics, with a time limit."""
+        for service in self._services:
+            service.put(is_finished)
+        end = time.monotonic() + self._most_seconds
+        for service in self._services:
+            service.thread.join(max(0.0, end - time.monotonic()))
+            if service.thread.is_alive():
                 warnings.warn(
-                    f"{name} failed and gets no more metrics of this run, which metrics.jsonl holds: {error}",
+                    f"train.loggers: {service.name} has not taken all metrics within {self._most_seconds:g} s after "
+                    "the run's end, and may lack the last ones; metrics.jsonl has them.",
                     stacklevel=2,
                 )
-
-        def start(name: str) -> None:
-            loggers[name] = LOGGERS[name](run)
-
-        for name in names:
-            attempt(name, partial(start, name))
-        while not isinstance(entry := self._waiting.get(), bool):
-            for name, logger in list(loggers.items()):
-                attempt(name, partial(logger.log, *entry))
-        for name, logger in list(loggers.items()):
-            attempt(name, partial(logger.close, entry))
+        if self._board is not None:  # last, since its error ends the run
+            self._board.close(is_finished)
 
 
 def require_loggers(names: Sequence[str]) -> None:

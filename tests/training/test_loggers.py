@@ -3,7 +3,9 @@
 import json
 import sys
 import threading
+import warnings
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -17,6 +19,11 @@ from distembed.base.errors import UserError
 from distembed.training.config import load_config
 from distembed.training.loggers import _MOST_WAITING, LOGGERS, LoggedRun, Loggers, MetricsLogger
 from tests.small_runs import call, metrics
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distembed.training.loggers._PAUSES", (0, 0))
 
 
 @contextmanager
@@ -160,12 +167,12 @@ def test_a_slow_service_gets_all_numbers_in_order_from_another_thread(
     slow.may_take.set()
     loggers.close(is_finished)
     assert slow.taken == [logged(step) for step in range(1, 6)] and slow.ends == [is_finished]
-    assert slow.threads == {"distembed-log"}
+    assert slow.threads == {"distembed-slow"}
 
 
 def test_a_full_queue_drops_the_oldest_numbers_with_one_warning(slow: type[Slow], tmp_path: Path) -> None:
     loggers, num_steps = Loggers(["slow"], LoggedRun(tmp_path, "", 0)), _MOST_WAITING + 50
-    with pytest.warns(UserWarning, match="wait for a slow service; the oldest are dropped") as warned:
+    with pytest.warns(UserWarning, match="wait for slow; the oldest are dropped") as warned:
         for step in range(1, num_steps + 1):
             loggers.log(*logged(step))
     assert len(warned) == 1
@@ -180,27 +187,85 @@ def test_a_full_queue_drops_the_oldest_numbers_with_one_warning(slow: type[Slow]
 def test_a_service_that_never_answers_delays_the_end_by_a_limit(slow: type[Slow], tmp_path: Path) -> None:
     loggers = Loggers(["slow"], LoggedRun(tmp_path, "", 0), most_seconds=0.01)
     loggers.log(*logged(1))
-    with pytest.warns(UserWarning, match=r"has not taken all metrics within 0.01 s after the run's end"):
+    with pytest.warns(UserWarning, match=r"slow has not taken all metrics within 0.01 s after the run's end"):
         loggers.close(True)
     assert slow.taken == []
     slow.may_take.set()
 
 
+def test_a_slow_service_does_not_starve_another(
+    slow: type[Slow], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick = type("Quick", (Slow,), {"may_take": threading.Event(), "taken": [], "ends": [], "threads": set()})
+    monkeypatch.setitem(LOGGERS, "quick", quick)
+    quick.may_take.set()
+    loggers = Loggers(["slow", "quick"], LoggedRun(tmp_path, "", 0), most_seconds=0.5)
+    for step in range(1, 4):
+        loggers.log(*logged(step))
+    with pytest.warns(UserWarning, match="slow has not taken all metrics"):
+        loggers.close(True)
+    for thread in threading.enumerate():
+        if thread.name == "distembed-quick":
+            thread.join()
+    assert quick.taken == [logged(step) for step in range(1, 4)] and quick.ends == [True] and slow.taken == []
+    slow.may_take.set()
+
+
 class Failing(MetricsLogger):
+    """A service that fails to take step 2 so many times."""
+
+    num_failures: ClassVar[int]
+    taken: ClassVar[list[tuple[int, dict[str, float]]]]
+
     def __init__(self, run: LoggedRun) -> None:
-        pass
+        self.taken.clear()
 
     def close(self, is_finished: bool) -> None:
-        raise AssertionError("it failed before")
+        assert self.taken[-1] == logged(3)
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        raise ConnectionError("gone")
+        if step == 2 and self.num_failures:
+            type(self).num_failures -= 1
+            raise ConnectionError("gone")
+        self.taken.append((step, dict(numbers)))
+
+
+@pytest.mark.parametrize("num_failures", [1, 2, 3])
+def test_a_service_gets_all_numbers_unless_it_fails_three_times(
+    num_failures: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = type("Failing", (Failing,), {"num_failures": num_failures, "taken": []})
+    monkeypatch.setitem(LOGGERS, "failing", made)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        loggers = Loggers(["failing"], LoggedRun(tmp_path, "", 0))
+        for step in range(1, 4):
+            loggers.log(*logged(step))
+        loggers.close(True)
+    is_dropped = num_failures == 3
+    assert made.taken == [logged(step) for step in range(1, 2 if is_dropped else 4)]
+    assert [str(each.message) for each in warned] == is_dropped * [
+        "failing failed and gets no more metrics of this run, which metrics.jsonl holds: gone"
+    ]
+
+
+def test_services_that_start_at_once_keep_all_their_ids(tmp_path: Path) -> None:
+    run, together = LoggedRun(tmp_path, "", 0), threading.Barrier(8)
+
+    def make(name: str) -> str:
+        together.wait()
+        return f"id of {name}"
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda name: run.id_for(name, lambda: make(name)), "abcdefgh"))
+    assert json.loads((tmp_path / "loggers.json").read_text()) == {name: f"id of {name}" for name in "abcdefgh"}
+    assert run.id_for("a", lambda: "another") == "id of a"
 
 
 def test_a_service_that_fails_warns_once_and_leaves_the_others_alone(
     slow: type[Slow], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(LOGGERS, "failing", Failing)
+    monkeypatch.setitem(LOGGERS, "failing", type("Failing", (Failing,), {"num_failures": 9, "taken": []}))
     slow.may_take.set()
     with pytest.warns(UserWarning, match="failing failed and gets no more metrics.*gone") as warned:
         loggers = Loggers(["failing", "slow", "tensorboard"], LoggedRun(tmp_path, "", 0))
