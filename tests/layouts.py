@@ -189,14 +189,21 @@ def scatter_columns(plan: ShardingPlan) -> None:
             )
 
 
-def shard(model: nn.Module, layout: str, optimizer: str, dense: str | DenseOptimizerConfig = "adam") -> Trained:
+def shard(
+    model: nn.Module,
+    layout: str,
+    optimizer: str,
+    dense: str | DenseOptimizerConfig = "adam",
+    max_gradient: float | None = None,
+) -> Trained:
     """Places all tables of a model alike; all ranks call it.
 
     Args:
         layout: One of :data:`LAYOUTS`, or ``scattered``: column-wise, in ranges out of order.
+        max_gradient: The limit of tables with ``dense_gradient``; :func:`limit_gradients` sets that of other tables.
     """
     cpu, world = torch.device("cpu"), dist.get_world_size()
-    sparse = SparseOptimizerConfig(name=optimizer, learning_rate=RATE, eps=EPS)
+    sparse = SparseOptimizerConfig(name=optimizer, learning_rate=RATE, eps=EPS, max_gradient=max_gradient)
     fuse_sparse_optimizer(table_parameters(model), sparse, cpu)
     sharders: list[Any] = [
         CompositionalEmbeddingBagCollectionSharder(),

@@ -84,11 +84,16 @@ def _sparse_optimizer(tables: Mapping[str, Tensor], config: SparseOptimizerConfi
 
 
 def _dense_optimizers(
-    parameters: Mapping[str, Tensor], networks: set[str], config: DenseOptimizerConfig
+    parameters: Mapping[str, Tensor],
+    config: DenseOptimizerConfig,
+    clipped: Iterable[tuple[set[str], GradientClipping, float | None]],
 ) -> list[KeyedOptimizer]:
-    """Makes the optimizers of everything but vectors: one, or two where the gradients of networks alone are clipped.
+    """Makes the optimizers of everything that the sparse optimizer does not train.
 
-    ``parameters`` may be empty tensors, of tables that lie on other ranks; these are trained there.
+    Args:
+        parameters: The parameters by name; they are empty for tables that lie on other ranks, which train them.
+        config: The dense optimizer.
+        clipped: Names of parameters whose gradients are clipped, how, and the limit; None for no limit.
     """
     kind, decays = OPTIMIZERS[config.name], weight_decays(parameters, config)
     parameters = {name: parameter for name, parameter in parameters.items() if parameter.numel()}
@@ -106,15 +111,13 @@ def _dense_optimizers(
             trained, lambda _: kind.make(groups, lr=config.learning_rate, weight_decay=config.weight_decay)
         )
 
-    if config.clip_norm is None:
-        return [make(parameters)] if parameters else []
-    clipped = [name for name in parameters if name in networks]
-    unclipped = [name for name in parameters if name not in networks]
-    # every rank has the networks and their averaged gradients, so all ranks scale them alike
-    norm = GradientClipping.NORM
     optimizers: list[KeyedOptimizer] = []
-    if clipped:
-        optimizers.append(GradientClippingOptimizer(make(clipped), norm, max_gradient=config.clip_norm))
+    unclipped = dict.fromkeys(parameters)
+    for names, how, limit in clipped:
+        members = [name for name in unclipped if name in names]
+        if members and limit is not None:
+            optimizers.append(GradientClippingOptimizer(make(members), how, max_gradient=limit))
+            unclipped = {name: None for name in unclipped if name not in names}
     return [*optimizers, make(unclipped)] if unclipped else optimizers
 
 
@@ -183,7 +186,18 @@ class Optimizers:
         ]
         if tables:
             self._scheduled.append((_sparse_optimizer(tables, sparse), sparse))
-        for optimizer in _dense_optimizers(others, _network_names(model), dense):
+        in_tables = {id(parameter) for _, _, parameter in _all_vectors(model)}
+        clipped = [
+            # every rank has the networks and their averaged gradients, so all ranks scale them alike
+            (_network_names(model), GradientClipping.NORM, dense.clip_norm),
+            # tables with dense_gradient, of which each rank has some rows: their numbers are cut one by one
+            (
+                {name for name, own in others.items() if id(own) in in_tables},
+                GradientClipping.VALUE,
+                sparse.max_gradient,
+            ),
+        ]
+        for optimizer in _dense_optimizers(others, dense, clipped):
             self._scheduled.append((optimizer, dense))
         kind = OPTIMIZERS[sparse.name]
         self._fused_corrects_bias = kind.corrects_bias and kind.fused_class is not None

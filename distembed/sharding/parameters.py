@@ -362,8 +362,9 @@ def limit_gradients(model: nn.Module, max_gradient: float) -> None:
     some columns of a row only, and FBGEMM adds up a row's gradient where it updates the row. Where gradients enter the
     collection, all storages agree: FBGEMM's tables, fused kernels, and replicated weights, sharded in any way.
 
-    Gradients of path functions and of ids' weights follow from the limited ones. Tables with ``dense_gradient``, which
-    the dense optimizer trains, have no limit.
+    Gradients of path functions and of ids' weights follow from the limited ones. Tables with ``dense_gradient`` get
+    gradients outside of lookups too: :class:`~distembed.optim.optimizers.Optimizers` cuts the numbers of their rows'
+    gradients, before the dense optimizer's step.
 
     Args:
         model: A sharded model, in which the mean of the ranks' losses is trained.

@@ -54,7 +54,7 @@ CASES = [
 
 
 class Vectors(nn.Module):
-    """Bags of several compositions, and sequences; b, in both, has no limit, since all its rows are trained."""
+    """Bags of several compositions, and sequences; b and s have gradients in all rows, which have the limit."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -104,18 +104,26 @@ def train_in_float64(optimizer: str) -> dict[str, Tensor]:
     by_sparse = tuple(f".{name}__p" for name in "acde")
     in_tables = [own for name, own in named.items() if name.endswith(".weight") and any(it in name for it in by_sparse)]
     others = [own for own in named.values() if all(own is not other for other in in_tables)]
+    rows_of_b = [own for name, own in named.items() if ".b__p" in name or ".s__p" in name]
     optimizers = [PLAIN_OPTIMIZERS[optimizer](in_tables, **settings), torch.optim.SGD(others, lr=RATE)]
+    num_cut, num_kept = 0, 0
     for number in range(STEPS):
         model.zero_grad()
         ((model(batch(number, 0, ROWS)) - 1).square().sum() / ROWS).backward()
+        for own in rows_of_b:
+            numbers = own.grad.numpy()
+            num_cut += int((np.abs(numbers) > LIMIT).sum())
+            num_kept += int(((np.abs(numbers) < LIMIT) & (numbers != 0)).sum())
+            np.clip(numbers, -LIMIT, LIMIT, out=numbers)
         for each in optimizers:
             each.step()
+    assert len(rows_of_b) == 4 and min(num_cut, num_kept) > 100
     assert 0.1 < np.mean(model.shares) < 0.9  # some numbers are cut, and some are not
     return {name: value.detach() for name, value in model.state_dict().items()}
 
 
 def check(rank: int, world_size: int, layout: str, optimizer: str) -> None:
-    trained = shard(Vectors("meta"), layout, optimizer, dense="sgd")
+    trained = shard(Vectors("meta"), layout, optimizer, "sgd", LIMIT)
     limit_gradients(trained.model, LIMIT)
     for number in range(STEPS):
         trained.step(number)
