@@ -25,6 +25,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from distembed.base.errors import UserError
 from distembed.base.names import one_of
 from distembed.data.dataset.schema import DENSE_SEQUENCES, CategoricalFeature
+from distembed.embedding.bag import pool
 from distembed.embedding.share import require_one_vector
 from distembed.models.din_config import DINConfig
 from distembed.models.inputs import ModelInputs
@@ -49,16 +50,18 @@ class TargetAttention(nn.Module):
         targets: Float[Tensor, "batch dim"],
     ) -> Float[Tensor, "batch dim"]:
         """Returns the interest of each row, zeros for an empty history; tokens are row after row."""
-        rows = torch.arange(targets.shape[0], device=lengths.device)
-        rows = rows.repeat_interleave(lengths, output_size=history.shape[0])
-        target = targets.index_select(0, rows)
+        target = targets.repeat_interleave(lengths, dim=0, output_size=history.shape[0])
         weights = self.network(torch.cat([history, target, history - target, history * target], dim=1))
-        weighted = weights * history
-        return weighted.new_zeros(targets.shape).index_add(0, rows, weighted)
+        return pool(weights * history, lengths, "sum")
 
 
 class Pooled(nn.Module):
-    """The sum or the mean of the vectors of each row's history, zeros for an empty one."""
+    """Sums or averages the vectors of each row's history; an empty history gives zeros.
+
+    Args:
+        is_mean: Whether to average the vectors.
+        max_length: Most items of a history that are averaged, the last ones; None for all items.
+    """
 
     def __init__(self, is_mean: bool, max_length: int | None) -> None:
         super().__init__()
@@ -70,9 +73,7 @@ class Pooled(nn.Module):
         lengths: Int[Tensor, " batch"],
         targets: Float[Tensor, "batch dim"],
     ) -> Float[Tensor, "batch dim"]:
-        rows = torch.arange(targets.shape[0], device=lengths.device)
-        rows = rows.repeat_interleave(lengths, output_size=history.shape[0])
-        sums = history.new_zeros(targets.shape).index_add(0, rows, history)
+        sums = pool(history, lengths, "sum")
         # on CUDA, tokens before the last ones are zeros, and lengths count them
         return sums / lengths.clamp(min=1, max=self._max_length).unsqueeze(1) if self._is_mean else sums
 
@@ -132,7 +133,8 @@ class History(nn.Module):
         dense_sequences: KeyedJaggedTensor | None,
     ) -> Float[Tensor, "batch dim"]:
         vectors, lengths = items.values(), items.lengths()
-        if self.encode is not None and dense_sequences is not None:
+        if self.encode is not None:
+            assert dense_sequences is not None, "a model with numbers is given their batch field"
             numbers = torch.stack([dense_sequences[name].values() for name in self._numbers], dim=1)
             vectors = vectors + self.encode(numbers).to(vectors.dtype)
         if self._max_length is not None:

@@ -63,7 +63,8 @@ class DINConfig(FeatureVectorConfig):
     def max_length(self, history: str, max_ids_per_row: int | None) -> int | None:
         """Returns the most items of a history that are used, given the dataset's limit; None for all items."""
         own = self.history_length.get(history) if isinstance(self.history_length, dict) else self.history_length
-        return own or (max_ids_per_row or _DEFAULT_LENGTH if self.kind(history) == "transformer" else None)
+        default = (max_ids_per_row or _DEFAULT_LENGTH) if self.kind(history) == "transformer" else None
+        return own or default
 
     def build(self, inputs: "ModelInputs") -> "Model":
         """Builds the model over all features of the dataset, which needs at least one history."""

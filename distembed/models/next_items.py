@@ -141,7 +141,8 @@ class TokenVectors(nn.Module):
     ) -> Float[Tensor, "tokens dim"]:
         """Returns the vector of each token of the batch, row after row."""
         vectors = [embedded[name].values() * self.scale for name in (ITEM, *self.features)]
-        if dense_sequences is not None and self.encode is not None:
+        if self.encode is not None:
+            assert dense_sequences is not None, "a model with numbers is given their batch field"
             numbers = torch.stack([feature_values(dense_sequences, name) for name in self.numbers], dim=1)
             vectors.append(self.encode(numbers).flatten(1))
         if self.project is None:
@@ -170,9 +171,10 @@ class _Network(nn.Module):
         targets = feature_values(sparse_features, ITEM_TARGET)
         lengths, num_targets = (feature_lengths(sparse_features, name) for name in (ITEM, ITEM_TARGET))
         tokens, rows = self.tokens(embedded, dense_sequences), QueriedRows(lengths, num_targets, len(targets))
-        if self.times is None or dense_sequences is None:
+        if self.times is None:
             states = self.states(tokens, rows)
         else:
+            assert dense_sequences is not None, "a model with times is given their batch field"
             states = self.states(tokens, rows, feature_values(dense_sequences, self.times))
         items = {
             name: Items(feature_values(sparse_features, name), candidates[name].values())

@@ -202,6 +202,8 @@ def test_vectors_of_numbers_are_added_to_those_of_items(kind: Any, on_cuda: bool
     with as_on_cuda() if on_cuda else nullcontext():
         found = model(torch.empty(3, 0), jagged(ids), jagged_numbers(NUMBERS))
     assert_equal_with_gradients(model, found, expected())
+    with pytest.raises(AssertionError, match="given their batch field"):
+        model(torch.empty(3, 0), jagged(ids))
     plain = build(dataclasses.replace(config, side_features=False), schema)
     assert "dense_sequences" not in plain.batch_fields and all(
         each.encode is None for each in plain.interests.histories

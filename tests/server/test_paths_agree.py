@@ -116,22 +116,22 @@ HISTORY_VALUES: dict[str, list[Any]] = {
 }
 
 
+DIN = {"name": "din", "attention": [8], "deep": [8], "side_soft_one_hot": {"bins": 5, "value_range": [0, 5]}}
+
+
+def history_rows() -> list[Row]:
+    rows = []
+    for place in range(120):
+        own = {"click": place % 3 % 2, "item": place % 9, "seen": " ".join(map(str, range(1, 6))), "price": place}
+        rows.append({**HISTORY_ROW, **own})
+    return rows
+
+
 @pytest.fixture(scope="module")
 def history_paths(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """The same of a model of histories with numbers."""
     folder = tmp_path_factory.mktemp("histories")
-    rows = [
-        {
-            **HISTORY_ROW,
-            "click": place % 3 % 2,
-            "item": place % 9,
-            "seen": " ".join(map(str, range(1, 6))),
-            "price": place,
-        }
-        for place in range(120)
-    ]
-    din = {"name": "din", "attention": [8], "deep": [8], "side_soft_one_hot": {"bins": 5, "value_range": [0, 5]}}
-    run = trained_run(folder, HISTORY_SCHEMA, rows=rows, model=din)
+    run = trained_run(folder, HISTORY_SCHEMA, rows=history_rows(), model=DIN)
     model = exported(run, folder / "model")
     example = runpy.run_path(str(model / "serving_example.py"))["score"]
     loaded, trained = distembed.load(run), find_trained_run(run, None)
@@ -149,6 +149,25 @@ def test_histories_have_one_answer_in_every_path(history_paths: SimpleNamespace)
     require_one_answer(history_paths, both)
     both = [{**HISTORY_ROW, "bought": bought, "stars": [3.0]} for bought in HISTORY_VALUES["bought"][:-1]]
     require_one_answer(history_paths, both)
+
+
+@pytest.mark.thorough
+def test_samples_have_gaps_to_categorical_columns_and_long_hashed_histories(tmp_path: Path) -> None:
+    """The times that gaps end at are a feature too; of these, some are unknown."""
+    shared = {"vocabulary": "item", "kind": "integer", "is_list": True}
+    features = {"item": {"kind": "integer", "hash_size": 50}, "bought": shared}
+    features |= {"seen": {**shared, "separator": " ", "max_length": 3}, "at": {"kind": "integer"}}
+    rows = [{**row, "at": 50 + place // 2 * (place % 5 == 0)} for place, row in enumerate(history_rows())]
+    run = trained_run(tmp_path, {**HISTORY_SCHEMA, "categorical": features}, rows=rows, model=DIN)
+    model = exported(run, tmp_path / "model")
+    score = runpy.run_path(str(model / "serving_example.py"))["score"]
+    sample = json.loads((model / "sample.json").read_text())
+    np.testing.assert_allclose(score(sample["rows"]), sample["outputs"]["prediction"], atol=1e-5)
+    ends = {row["at"] for row in sample["rows"]}
+    assert any(end.startswith("9999") for end in ends) and len(ends) > 1
+    row = sample["rows"][0]
+    longer = {**row, "seen": [9, 0, *row["seen"]], "gaps": [3.5, None, *row["gaps"]]}
+    assert len(row["seen"]) == 3 and score([longer]).item() == pytest.approx(score([row]).item(), abs=1e-6)
 
 
 def by_predict(paths: SimpleNamespace, rows: Any) -> Answers:

@@ -141,7 +141,7 @@ class DenseColumn:
     # standard deviation; none: the number itself, as soft one-hot encoding takes it
     transform: Literal["log", "standardize", "none"] = "none"
     # zero: missing values become 0 after the transform, as the mean does in standardize; keep: they are null in the
-    # dataset, where all dense columns then may have null
+    # dataset, where all dense columns then may have null; with gap_to, keep alone: a gap of 0 is no time at all
     missing: Literal["zero", "keep"] = "zero"
     # A categorical column of lists: each of its values has a number in this column's lists, as each item of a history
     # has a time. A row without a number has missing ones for all values. Numbers of values that are left out, which are
@@ -156,6 +156,8 @@ class DenseColumn:
     def _require_lists(self) -> DenseColumn:
         if self.beside is not None and self.transform == "standardize":
             raise ValueError("transform is 'standardize', which is of one number a row; give log or none beside a list")
+        if self.gap_to is not None and self.missing == "zero":
+            raise ValueError("missing is 'zero', and a gap of 0 is no time at all; give keep, or leave missing out")
         for name in ("separator", "gap_to"):
             if self.beside is None and getattr(self, name) is not None:
                 raise ValueError(f"{name} is of lists of numbers; name their list column by beside, or leave it out")
@@ -237,10 +239,14 @@ class TableSchema:
     @field_validator("dense", "categorical", mode="before")
     @classmethod
     def _take_defaults(cls, columns: Any) -> Any:
-        """Gives a column without settings, null in YAML, the defaults."""
+        """Gives a column without settings, null in YAML, the defaults; missing gaps are kept by default."""
         if not isinstance(columns, dict):
             return columns
-        return {name: {} if settings is None else settings for name, settings in columns.items()}
+        columns = {name: {} if settings is None else settings for name, settings in columns.items()}
+        return {
+            name: {"missing": "keep", **settings} if isinstance(settings, dict) and "gap_to" in settings else settings
+            for name, settings in columns.items()
+        }
 
     @field_validator("labels", mode="before")
     @classmethod

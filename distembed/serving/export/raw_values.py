@@ -93,12 +93,13 @@ def write_sample(
     A row has a value for each feature and each number, by its name in the dataset. Null is a missing value. A feature
     with a vocabulary has a raw value of the vocabulary, or a value of its kind that the vocabulary lacks; bins have a
     number in the bin, and any other feature has the id. A number is a raw number that becomes the given one. A column
-    that numbers of lists are subtracted from has the number 0 unless it is a number of the row itself.
+    that numbers of lists are subtracted from has the number 0 unless it is a column of the row itself.
     """
+    ends = {sequence.change.get("gap_to") for sequence in sequences}
     ids_by_feature = inputs["values"].split(inputs["lengths"].sum(1).tolist())
     rows: list[dict[str, Any]] = [{} for _ in range(inputs["lengths"].shape[1])]
     for feature, ids, lengths in zip(features, ids_by_feature, inputs["lengths"].tolist(), strict=True):
-        raw = _values_of_ids(folder, feature, ids.tolist())
+        raw = _values_of_ids(folder, feature, ids.tolist(), feature.name in ends)
         start = 0
         for row, length in zip(rows, lengths, strict=True):
             row_values = raw[start : start + length]
@@ -117,6 +118,7 @@ def write_sample(
             ]
             if end_column is not None:
                 end = row.setdefault(end_column, 0.0)
+                end = None if end is None else float(end)  # a categorical column has texts of numbers
                 raw_numbers = [None if number is None or end is None else end - number for number in raw_numbers]
             row[sequence.name] = raw_numbers
             start += length
@@ -125,11 +127,11 @@ def write_sample(
     (folder / SAMPLE_NAME).write_text(json.dumps(values) + "\n", encoding="utf-8")
 
 
-def _values_of_ids(folder: Path, feature: ExportedFeature, ids: Sequence[int]) -> list[Any]:
+def _values_of_ids(folder: Path, feature: ExportedFeature, ids: Sequence[int], is_end: bool) -> list[Any]:
     """Returns a raw value that becomes each id: of its bin, of the vocabulary, or the id itself where there is neither.
 
     The vocabulary is read line by line, so that memory holds the wanted values alone. An id that it lacks gets a value
-    that no line has, out of :data:`_CANDIDATES`.
+    that no line has, out of :data:`_CANDIDATES`; if ``is_end``, a number from which others are subtracted exactly.
     """
     kind = feature.change.get("kind")
     if kind == "quantile_bins":
@@ -137,7 +139,7 @@ def _values_of_ids(folder: Path, feature: ExportedFeature, ids: Sequence[int]) -
     if feature.vocabulary is None:
         return list(ids)
     wanted_ids, value_of_id = set(ids), dict[int, Any]({MISSING_ID: None})
-    unknown = {_candidate(kind, number) for number in range(_CANDIDATES)}
+    unknown = {str(99_999_999 - n) if is_end else _candidate(kind, n) for n in range(_CANDIDATES)}
     with (folder / feature.vocabulary).open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, FIRST_ID):
             value = json.loads(line)

@@ -65,7 +65,8 @@ def ids(feature, value):
         x = torch.tensor(dense(how | {"missing": "keep"}, value))
         return [0 if x.isnan() else 1 + int((torch.tensor(how["edges"]) <= x).sum())]
     if known is None:  # ids are given; a TypeError where one is no integer
-        return [int.__index__(each or 0) for each in ((value or []) if feature["is_list"] else [value])]
+        given = (value or []) if feature["is_list"] else [value]
+        return [int.__index__(each or 0) for each in given][-(how.get("max_length") or len(given)) :]
     if not feature["is_list"]:
         return [0 if (value := key(how, value)) is None else known.get(value, 1)]
     found = [known.get(x, 1) for each in entries(how, value) if (x := key(how, each)) is not None]

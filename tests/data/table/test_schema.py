@@ -66,6 +66,13 @@ FEATURES: dict[str, Any] = {"categorical": {"site": {}}}
         ({"dense": {"x": {"gap_to": "time"}}}, ["dense.x", "gap_to is of lists of numbers"]),
         (
             {
+                "dense": {"x": {"beside": "seen", "gap_to": "time", "missing": "zero"}},
+                "categorical": {"seen": {"is_list": True}},
+            },
+            ["dense.x", "a gap of 0 is no time at all; give keep"],
+        ),
+        (
+            {
                 "dense": {"x": {"beside": "seen", "transform": "standardize"}},
                 "categorical": {"seen": {"is_list": True}},
             },
