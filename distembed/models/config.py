@@ -11,7 +11,7 @@ from dataclasses import field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol, runtime_checkable
 
 import pydantic.dataclasses
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field
 
 from distembed.base.errors import UserError
 from distembed.base.names import STRICT
@@ -31,6 +31,17 @@ _WITH_SOFT_ONE_HOT = ("soft_one_hot", "both")
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 """A share of numbers, for example of dropped ones."""
+
+
+def _require_range(value: list[float]) -> list[float]:
+    """Refuses bins that could not lie between the two numbers."""
+    if not -LARGEST_NUMBER <= value[0] < value[1] <= LARGEST_NUMBER:
+        raise ValueError(f"{value} is no range: set two numbers, the smaller one first")
+    return value
+
+
+ValueRange = Annotated[list[float], Field(min_length=2, max_length=2), AfterValidator(_require_range)]
+"""Where the centres of soft one-hot bins start: evenly from the first number to the second."""
 Shapes = dict[str, tuple[int, ...]]
 """The shape of each parameter of a module, by its path, in the module's order."""
 
@@ -98,15 +109,7 @@ class SoftOneHotConfig:
 
     bins: Width = 10
     layer_norm: bool = False
-    value_range: Annotated[list[float], Field(min_length=2, max_length=2)] = field(default_factory=lambda: [0.0, 10.0])
-
-    @field_validator("value_range")
-    @classmethod
-    def _is_a_range(cls, value: list[float]) -> list[float]:
-        """Refuses bins that could not lie between the two numbers."""
-        if not -LARGEST_NUMBER <= value[0] < value[1] <= LARGEST_NUMBER:
-            raise ValueError(f"{value} is no range: set two numbers, the smaller one first")
-        return value
+    value_range: ValueRange = field(default_factory=lambda: [0.0, 10.0])
 
     def arguments(self, num_features: int, embedding_dim: int) -> tuple[int, int, int, bool, list[float]]:
         """Returns the arguments of the layer over the features, with vectors of this dimension."""

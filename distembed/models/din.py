@@ -115,6 +115,9 @@ class History(nn.Module):
         if numbers:
             self.encode = SoftOneHotSum(*config.side_soft_one_hot.arguments(len(numbers), dim))
             start_short(self.encode)
+            for place, name in enumerate(numbers):
+                if name in config.side_value_ranges:
+                    self.encode.start_bins(place, config.side_value_ranges[name])
         kind, max_length = config.kind(feature.name), config.max_length(feature.name, feature.max_ids_per_row)
         self.summary: nn.Module
         if kind == "transformer":
@@ -190,6 +193,8 @@ class DIN(FeatureVectorModel):
             if feature.table_name in targets and feature.is_looked_up and not feature.multi_hot
         ]
         numbers = numbers_beside(inputs) if config.side_features else {}
+        for name in config.side_value_ranges:
+            one_of("a list of model.side_value_ranges", name, [own for each in numbers.values() for own in each])
         self.interests = Interests(
             items, [History(feature, dim, config, numbers.get(feature.name, ())) for feature in found]
         )

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from distembed.base.names import STRICT
 from distembed.base.validation import Widths
-from distembed.models.config import FeatureVectorConfig, SoftOneHotConfig, require_heads_divide
+from distembed.models.config import FeatureVectorConfig, SoftOneHotConfig, ValueRange, require_heads_divide
 
 if TYPE_CHECKING:
     from distembed.models.base import Model
@@ -42,6 +42,7 @@ class DINConfig(FeatureVectorConfig):
         side_features: Whether the model takes lists of numbers beside histories, such as time gaps.
         side_soft_one_hot: The settings of the vectors of these numbers. The default is for the logarithm of a time in
             seconds: 20 bins up to 15 years.
+        side_value_ranges: The ``value_range`` of single lists by their names, as ``{rating: [1, 5]}``.
     """
 
     name: Literal["din"] = "din"
@@ -55,6 +56,7 @@ class DINConfig(FeatureVectorConfig):
     side_soft_one_hot: SoftOneHotConfig = field(
         default_factory=lambda: SoftOneHotConfig(bins=20, value_range=[0.0, 20.0])
     )
+    side_value_ranges: dict[str, ValueRange] = field(default_factory=dict)
 
     def kind(self, history: str) -> HistoryKind:
         """Returns how the items of a history become one vector."""

@@ -78,6 +78,11 @@ class SoftOneHot(nn.Module):
                 vectors = self.norm(vectors)
         return vectors.reshape(*numbers.shape, vectors.shape[-1])
 
+    @torch.no_grad()
+    def start_bins(self, feature: int, value_range: Sequence[float]) -> None:
+        """Starts the centres of one feature's bins evenly from the first number of the range to the second."""
+        self.weights[feature], self.biases[feature] = grid_bins(self.weights.shape[1], *value_range)
+
     def _shares(
         self, numbers: Float[Tensor, "*rows features"]
     ) -> tuple[Float[Tensor, "features bins rows"], Float[Tensor, "features rows"]]:

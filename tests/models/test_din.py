@@ -210,6 +210,24 @@ def test_vectors_of_numbers_are_added_to_those_of_items(kind: Any, on_cuda: bool
     )
 
 
+def test_lists_of_numbers_have_ranges_of_their_own() -> None:
+    """A list's bins are those that a model with this range for all lists has."""
+    schema = Schema(None, (), (ITEM, CLICKED), dense_sequences=("gap", "stars"), beside=("clicked", "clicked"))
+    settings = EmbeddingConfig(default=TableConfig(embedding_dim=DIM))
+
+    def encoder(**config: Any) -> nn.Module:
+        model = DINConfig(**config).build(OnCPU.from_config(schema, settings))
+        return model.interests.histories[0].encode
+
+    own, other = encoder(side_value_ranges={"stars": [1.0, 5.0]}), encoder()
+    everywhere = encoder(side_soft_one_hot=SoftOneHotConfig(bins=20, value_range=[1.0, 5.0]))
+    for name in ("weights", "biases"):
+        assert torch.equal(getattr(own, name)[0], getattr(other, name)[0])
+        assert torch.equal(getattr(own, name)[1], getattr(everywhere, name)[1])
+    with pytest.raises(UserError, match="a list of model.side_value_ranges is 'star'.*Did you mean 'stars'"):
+        encoder(side_value_ranges={"star": [1.0, 5.0]})
+
+
 def jagged_numbers(columns: dict[str, list[list[float]]]) -> KeyedJaggedTensor:
     values = [value for column in columns.values() for row in column for value in row]
     lengths = [len(row) for column in columns.values() for row in column]
