@@ -86,6 +86,11 @@ class RetrievalTask(Task):
 
     def start(self, context: TaskContext) -> None:
         """Stores the context and the reserved ids of items and users; the catalogue is read at first use."""
+        if context.data.skip_unreadable:
+            raise UserError(
+                f"data.skip_unreadable is {context.data.skip_unreadable}, and task.name=retrieval reads the items and "
+                "pairs of all row groups before it trains; set it to 0, and restore or prepare the dataset again."
+            )
         self._context = context
         self._item, self._pairs = self._config.item_name, self._config.pair_columns(context.schema)
         manifest = Manifest.load(context.dataset)
@@ -190,17 +195,18 @@ class RetrievalTask(Task):
     def prepare_batch(self, batch: Batch, position: BatchPosition | None) -> Batch:
         """Returns the batch with the weights of its rows, the ids of its items, and drawn items of the catalogue.
 
-        A batch of an evaluation, ``position`` None, has each row's item as its relevant item instead.
+        A batch of an evaluation, ``position`` None, has a query for each pair alone, with its item as the relevant one.
         """
         features = batch[SPARSE_FEATURES]
         assert isinstance(features, KeyedJaggedTensor)
         items = features[self._item].values().long().clone()  # SSE may replace the ids in place
         is_pair = self._is_pair(batch, items)
         if position is None:
-            relevant = JaggedTensor(items[is_pair], lengths=is_pair.long())
-            none = JaggedTensor(items[:0], lengths=torch.zeros_like(is_pair, dtype=torch.int64))
-            fields = {WEIGHTS: torch.ones(len(items)), RELEVANT: item_features(relevant), EXCLUDED: item_features(none)}
-            return Batch({**batch.fields, **fields}, batch.global_batch_size)
+            relevant = JaggedTensor(items[is_pair], lengths=torch.ones(int(is_pair.sum()), dtype=torch.int64))
+            none = JaggedTensor(items[:0], lengths=torch.zeros_like(relevant.lengths()))
+            rows = FeatureRows.of(batch, self._started.schema).without(self._config.item_side)
+            return self._queries(rows.where(is_pair.numpy()), relevant, none)
+        self.scored_items = ItemVectors()  # an evaluation's vectors leave the device when training goes on
         fields = {**batch.fields, WEIGHTS: is_pair.float() / self._pair_share, ITEM_IDS: items}
         if self._num_negatives:
             first, stop = self._shares(self._num_negatives)[self._started.ranks.rank]
@@ -257,9 +263,10 @@ class RetrievalTask(Task):
     def catalogue_batches(self, batch_size: int) -> Iterator[Batch]:
         """Yields this rank's batches of the catalogue's items, whose vectors :meth:`evaluate` then stores."""
         ranks = self._started.ranks
-        self.scored_items = ItemVectors(dist.group.WORLD if ranks.world_size > 1 else None)
-        steps = BatchShares(len(self.catalogue), batch_size, ranks.world_size).steps(ranks.rank)
-        for rows in list(steps) or [range(0)]:
+        steps = list(BatchShares(len(self.catalogue), batch_size, ranks.world_size).steps(ranks.rank))
+        group = dist.group.WORLD if ranks.world_size > 1 else None
+        self.scored_items = ItemVectors(group, sum(map(len, steps)))
+        for rows in steps or [range(0)]:
             yield self.item_batch(np.arange(rows.start, rows.stop))
 
     def item_batch(self, positions: npt.NDArray[np.int64]) -> Batch:

@@ -48,6 +48,15 @@ class FeatureRows:
         numbers = {name: values for name, values in self.numbers.items() if name not in names}
         return FeatureRows(self.num_rows, ids, numbers)
 
+    def where(self, is_kept: NDArray[np.bool_]) -> "FeatureRows":
+        """Returns some of the rows."""
+        ids = {
+            name: (values[torch.from_numpy(np.repeat(is_kept, lengths))], lengths[is_kept])
+            for name, (values, lengths) in self.ids.items()
+        }
+        numbers = {name: values[torch.from_numpy(is_kept)] for name, values in self.numbers.items()}
+        return FeatureRows(int(is_kept.sum()), ids, numbers)
+
 
 def stacked(schema: Schema, *parts: FeatureRows) -> dict[str, Tensor | KeyedJaggedTensor]:
     """Returns the fields of ids and numbers, with all features of a schema, of the parts' rows one after another."""

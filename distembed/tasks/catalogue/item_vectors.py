@@ -1,8 +1,8 @@
-"""The vectors of a catalogue's items that a network computes, as one looks them up in a table, to be ranked.
+"""The vectors of a catalogue's items that a network computes, stored to be ranked like the vectors of a table.
 
 An evaluation shows the model the items batch by batch, before the queries. Each rank keeps the vectors of its batches
 as its share of the catalogue. Trade-off: memory for all vectors of the share, ``items / ranks * dim`` float32 numbers,
-in place of computing them anew for each block of queries.
+instead of computing them for each block of queries.
 """
 
 from collections.abc import Iterator
@@ -20,13 +20,14 @@ class ItemVectors:
 
     Args:
         group: The ranks that share the items; None for this process alone.
+        num_items: Number of this rank's items.
     """
 
     bias: Tensor | None = None
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self.group = group
-        self._parts: list[VectorChunk] = []
+    def __init__(self, group: dist.ProcessGroup | None = None, num_items: int = 0) -> None:
+        self.group, self._num_items, self._num_added = group, num_items, 0
+        self._items: VectorChunk | None = None
 
     @property
     def world_size(self) -> int:
@@ -35,14 +36,17 @@ class ItemVectors:
 
     def add(self, ids: Int64[Tensor, " items"], vectors: Float[Tensor, "items dim"]) -> None:
         """Adds items; each id is added once, on one rank."""
-        self._parts.append(VectorChunk(ids, vectors.detach().float()))
+        if self._items is None:  # the first batch, maybe without items, shows the device and the dimension
+            shape = self._num_items, vectors.shape[1]
+            self._items = VectorChunk(ids.new_empty(self._num_items), vectors.new_empty(shape, dtype=torch.float32))
+        place = slice(self._num_added, self._num_added + len(ids))
+        self._items.ids[place], self._items.vectors[place] = ids, vectors.detach()
+        self._num_added = place.stop
 
     def all(self) -> VectorChunk:
         """Returns all items of this rank, in the order in which they were added."""
-        if len(self._parts) > 1:
-            ids, vectors = (torch.cat([getattr(part, name) for part in self._parts]) for name in ("ids", "vectors"))
-            self._parts = [VectorChunk(ids, vectors)]
-        return self._parts[0]
+        assert self._items is not None and self._num_added == self._num_items, "the model has seen each item once"
+        return self._items
 
     def share(self) -> "ItemVectors":
         """Returns this rank's share of the items."""
