@@ -271,17 +271,23 @@ class _Columns:
     Attributes:
         vocabularies: The file of each feature's raw values.
         changes: The change of each number, and of each feature.
+        num_ids: The number of ids of each feature.
     """
 
     vocabularies: Mapping[str, str]
     changes: tuple[Mapping[str, Change], Mapping[str, Change]]
+    num_ids: Mapping[str, int]
 
     @classmethod
     def write(cls, folder: Path, run: TrainedRun, model: Exportable) -> _Columns:
         """Writes the vocabularies of all programs' features."""
         items = model.item_side.features if isinstance(model, TowerModel) else ()
         names = list(dict.fromkeys(each.name for each in (*model.features, *items)))
-        return cls(write_vocabularies(folder, Path(run.dataset), run.manifest, names), column_changes(run.manifest))
+        vocabularies = write_vocabularies(folder, Path(run.dataset), run.manifest, names)
+        num_ids = {name: table.num_embeddings for table in model.tables for name in table.feature_names}
+        if isinstance(model, TowerModel):  # whose vectors of items are fewer than ids
+            num_ids |= {name: each.num_embeddings for each in model.item_side.tables for name in each.feature_names}
+        return cls(vocabularies, column_changes(run.manifest), num_ids)
 
     def features(
         self, features: Sequence[PlainFeature], tables: Sequence[CompositionalEmbeddingConfig]
@@ -291,7 +297,7 @@ class _Columns:
             ExportedFeature(
                 feature.name,
                 by_name[feature.name].name,
-                by_name[feature.name].num_embeddings,
+                self.num_ids[feature.name],
                 feature.is_list,
                 self.vocabularies.get(feature.name),
                 self.changes[1].get(feature.name, {}),

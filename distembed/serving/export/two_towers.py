@@ -18,7 +18,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -87,11 +87,22 @@ class TowerProgram(nn.Module):
 
 
 class RetrievalProgram(nn.Module):
-    """Maps the features of users, and items to leave out, to the best other items and their scores."""
+    """Maps the features of users, and items to leave out, to the best other items and their scores.
 
-    def __init__(self, user: TowerProgram, features: Sequence[PlainFeature], item: str, choice: ItemChoice) -> None:
+    Items are stored by their places among the ascending ``ids`` of the catalogue, which may be far fewer than ids.
+    """
+
+    def __init__(
+        self,
+        user: TowerProgram,
+        features: Sequence[PlainFeature],
+        item: str,
+        choice: ItemChoice,
+        ids: Int64[Tensor, " items"],
+    ) -> None:
         super().__init__()
         self.user, self.choice = user, choice
+        self.register_buffer("ids", ids)
         self._features, self._item = features, item
 
     def forward(
@@ -103,8 +114,11 @@ class RetrievalProgram(nn.Module):
         """Returns the best items of each row."""
         features = PlainFeatures(self._features, values, lengths)
         queries = self.user.of(features, lengths.shape[1], dense)
-        best: Recommended = self.choice(queries, *left_out_ids(features, self._item))
-        return best
+        owners, left_out, is_item = left_out_ids(features, self._item)
+        ids = cast(Tensor, self.ids)
+        places = torch.searchsorted(ids, left_out).clamp(max=ids.shape[0] - 1)
+        best, scores = self.choice(queries, owners, places, is_item & (ids[places] == left_out))
+        return torch.where(best >= 0, ids[best.clamp(min=0)], best), scores
 
 
 @dataclass(frozen=True)
@@ -242,22 +256,19 @@ class TowerModel:
     def _vector_table(self) -> CompositionalEmbeddingConfig:
         return CompositionalEmbeddingConfig(
             name=f"{self.item}_vectors",
-            num_embeddings=self.num_items,
+            num_embeddings=len(self.index.ids),
             embedding_dim=self.index.vectors.shape[1],
             feature_names=[self.item],
-            partition=Naive(self.num_items),
+            partition=Naive(len(self.index.ids)),
             composition=Product(),
         )
 
     def whole_program(self, storage: ExportStorage) -> RetrievalProgram:
         """Returns the network."""
-        vectors = torch.zeros(self.num_items, self.index.vectors.shape[1])
-        bias = torch.full((self.num_items,), -torch.inf)  # of ids that no item has
+        group = TableGroup([StoredTable(self._vector_table, [torch.from_numpy(self.index.vectors)])], storage.precision)
+        choice = ItemChoice(group, len(self.index.ids), None, (), self.num_best)
         ids = torch.from_numpy(self.index.ids)
-        vectors[ids], bias[ids] = torch.from_numpy(self.index.vectors), 0.0
-        group = TableGroup([StoredTable(self._vector_table, [vectors])], storage.precision)
-        choice = ItemChoice(group, self.num_items, bias, self.reserved, self.num_best)
-        return RetrievalProgram(self._program(self.user, storage), self.features, self.item, choice)
+        return RetrievalProgram(self._program(self.user, storage), self.features, self.item, choice, ids)
 
     def inputs(self, batch: Batch) -> ProgramInputs:
         """Returns the network's inputs for a batch of queries, or of random rows without items to leave out."""
