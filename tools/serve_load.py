@@ -86,7 +86,7 @@ class Client:
         if status != 200:
             self._found.wrong.append(f"status {status}: {answer[:200]!r}")
             return
-        scores = json.loads(answer)["prediction"]
+        scores = json.loads(answer)[self._arguments.score]
         self._found.rows += len(rows)
         differences = [abs(score - each.score) for score, each in zip(scores, rows, strict=True)]
         if max(differences) > self._arguments.tolerance:
@@ -138,6 +138,7 @@ def main() -> None:
     parser.add_argument("--malformed", type=float, default=0.0, help="share of requests that are malformed")
     parser.add_argument("--number", default="I1", help="a column of numbers")
     parser.add_argument("--text", default="C3", help="a column of texts")
+    parser.add_argument("--score", default="prediction", help="list of the answer, of several labels the label's name")
     parser.add_argument("--tolerance", type=float, default=1e-6)
     parser.add_argument("--seed", type=int, default=0)
     print(json.dumps(asyncio.run(run(parser.parse_args()))))

@@ -45,7 +45,7 @@ from distembed.serving.row_decoder import (
     given_rows,
 )
 from distembed.serving.whole_model import WholeModel, load_whole_model
-from distembed.tasks import MultiTask, RetrievalTask
+from distembed.tasks import MultiConfig, MultiTask, RetrievalTask
 from distembed.training.config import Config
 from distembed.training.describe import describe
 from distembed.training.inference import EVALUATION_BATCH_SIZE
@@ -338,7 +338,9 @@ class LoadedModel:
             return {"split": on, **self._evaluate_split(on)}
         if self._model.task.id_columns:
             raise UserError("raw rows of a model that recommends items have no metrics; give the name of a split.")
-        decoder = TableRowDecoder(Path(self._run.dataset), self._run.manifest, ("label", "weight"))
+        config, manifest = self._model.blueprint.config.task, self._run.manifest
+        labels = config.labels_to_read(manifest.schema) if isinstance(config, MultiConfig) else None
+        decoder = TableRowDecoder(Path(self._run.dataset), manifest, ("label", "weight"), labels=labels)
         if is_place:
             source = TableSource(find_inputs([os.fspath(on)]), decoder.schema)
             blocks = [lines.block for lines in RawInputs(source, decoder, max_rejected=max_rejected).pieces()]

@@ -106,7 +106,7 @@ class _Decoder:
 class TableRowDecoder(_Decoder):
     """Decodes rows of clicks and ratings; ``extras`` are columns for metrics, which rows must then have.
 
-    With ``features``, rows have these alone.
+    With ``features``, rows have these alone. Of several labels, rows need ``labels`` alone where these are given.
     """
 
     def __init__(
@@ -115,14 +115,20 @@ class TableRowDecoder(_Decoder):
         manifest: Manifest,
         extras: Collection[Extra] = (),
         features: Collection[str] | None = None,
+        labels: Collection[str] | None = None,
     ) -> None:
         schema = raw_schema(manifest)
+        needed = {name: column for name, column in schema.labels.items() if labels is None or name in labels}
+        if (
+            len(needed) == 1
+        ):  # a schema has several labels or none: the rest, which no task reads, have this one's values
+            needed = dict.fromkeys(schema.labels, *needed.values())
         if features is not None:
             schema = schema.with_features(features)
         schema = dataclasses.replace(
             schema,
             label=schema.label if "label" in extras else None,
-            labels=schema.labels if "label" in extras else {},
+            labels=needed if "label" in extras else {},
             weight=schema.weight if "weight" in extras else None,
             time=None,
             split=TableSchema.split,

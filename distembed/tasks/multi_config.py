@@ -82,6 +82,11 @@ class MultiConfig:
             return dataclasses.replace(schema, labels=labels)
         return dataclasses.replace(schema, label=labels[0].name, label_kind=labels[0].kind, labels=())
 
+    def labels_to_read(self, schema: Schema) -> tuple[str, ...]:
+        """Returns the names of the labels that the model learns and of the labels that these are after."""
+        after = [label.after for label in self.labels.values() if label.after is not None]
+        return tuple(dict.fromkeys([*(label.name for label in self.chosen_labels(schema)), *after]))
+
     def headline_label(self, schema: Schema) -> tuple[Label, bool]:
         """Returns the label of the headline metric, and whether the metric needs rows with the labels 0 and 1."""
         labels = self.chosen_labels(schema)

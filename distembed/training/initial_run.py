@@ -19,7 +19,7 @@ from distembed.embedding import EmbeddingConfig
 from distembed.embedding.build import grown_embedding, require_same_settings
 from distembed.tasks import MultiConfig, batch_schema
 from distembed.training.config import Config, validate
-from distembed.training.resume import find_checkpoint, load_run_config
+from distembed.training.resume import find_checkpoint, load_run_config, require_same_labels
 from distembed.training.run_folder.folder import holds_run
 from distembed.training.run_folder.record import read_json_object
 
@@ -109,7 +109,7 @@ def grown_config(config: Config, initial: InitialRun, schema: Schema) -> Config:
             raise UserError(f"{section}.name is {new!r}, and {initial.folder} was trained with {old!r}; use the same.")
     columns, columns_before = batch_schema(config.task, schema), batch_schema(initial.config.task, initial.schema)
     if isinstance(config.task, MultiConfig):
-        _require_same_labels(columns_before, columns, initial.folder)
+        require_same_labels(columns_before, columns, initial.folder)
     old, new = (getattr(config_.model, "click", None) for config_ in (initial.config, config))
     if old != new:
         raise UserError(f"model.click is {new!r}, and {initial.folder} was trained with {old!r}; use the same.")
@@ -121,16 +121,6 @@ def grown_config(config: Config, initial: InitialRun, schema: Schema) -> Config:
     assert config.train.init_from is not None
     train = dataclasses.replace(config.train, init_from=_absolute(config.train.init_from))
     return dataclasses.replace(config, embedding=embedding, train=train)
-
-
-def _require_same_labels(before: Schema, now: Schema, folder: Path) -> None:
-    """Refuses other labels than an earlier run's, or another order: a model's outputs are by the labels' places."""
-    old, new = (", ".join(f"{label.name} ({label.kind})" for label in each.all_labels) for each in (before, now))
-    if old != new:
-        raise UserError(
-            f"the model would learn the labels {new}, and {folder} was trained on {old}; choose the same by "
-            "task.labels, from a dataset that has them in the same order."
-        )
 
 
 def begun_config(config: Config) -> Config:

@@ -16,8 +16,10 @@ from distembed.base.errors import UserError
 from distembed.checkpoints.store import checkpoint_names, checkpoint_place, chosen_checkpoint
 from distembed.data.dataset.kept import has_same_ids, kept_dataset
 from distembed.data.dataset.manifest import Manifest, id_fingerprint
+from distembed.data.dataset.schema import Schema
 from distembed.embedding import assignment_checksums
 from distembed.planning.saved_plan import SavedPlan, read_saved_plan
+from distembed.tasks import MultiConfig, batch_schema
 from distembed.training.config import Config, load_config
 from distembed.training.run_folder.record import read_json_object
 
@@ -102,7 +104,26 @@ def choose_dataset(run: Path, config: Config, data: str | None, needs_rows: bool
             "predictions would mean nothing. Use the dataset it was trained on, or one with the same tables, "
             "vocabularies and hash."
         )
+    if isinstance(config.task, MultiConfig) and kept_folder is not None:
+        before, now = (batch_schema(config.task, Manifest.load(each).schema) for each in (kept_folder, dataset))
+        require_same_labels(before, now, run)
     return dataset
+
+
+def require_same_labels(before: Schema, now: Schema, folder: Path) -> None:
+    """Refuses other labels than a run's, or another order: a model's outputs are by the labels' places.
+
+    Args:
+        before: The columns of the run's batches.
+        now: The columns of batches of another dataset or run.
+        folder: The run's folder.
+    """
+    old, new = (", ".join(f"{label.name} ({label.kind})" for label in each.all_labels) for each in (before, now))
+    if old != new:
+        raise UserError(
+            f"the labels of the task would be {new}, and {folder} was trained on {old}; choose the same by "
+            "task.labels, from a dataset that has them in the same order."
+        )
 
 
 def _is_of_same_ids(run: Path, dataset: str, kept_folder: Path | None) -> bool:

@@ -10,11 +10,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 import yaml
 
 from distembed.base.ranks import Ranks
+from distembed.data.dataset.schema import Label
 from distembed.data.reader import BatchOrder, BatchReader, Decoding
 from distembed.sharding.bag_collection import ShardedCompositionalEmbeddingBagCollection
 from distembed.sse import SSE
@@ -33,7 +36,10 @@ FREE_STEPS, STRICT_STEPS = 4, 3
 MODELS: dict[str, list[str]] = {
     "dlrm": [],
     "dcn": ["model={name: dcn, deep: [16], num_cross_layers: 2}"],
-    "ple": ["model={name: ple, deep: [16], tower: [8]}", "task={name: multi, labels: {label: {positive_weight: 2.0}}}"],
+    "ple": [
+        "model={name: ple, deep: [16], tower: [8]}",
+        "task={name: multi, labels: {label: {positive_weight: 2.0}, buy: {after: label}}}",
+    ],
     "bf16": ["train.precision=bf16"],
     "adam": ["train.dense_optimizer={name: adam, learning_rate: 0.01}"],
     "paths": ["embedding.default.composition=path_mlp", "embedding.default.hidden=[4]"],
@@ -44,6 +50,18 @@ MODELS: dict[str, list[str]] = {
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_dataset(tmp_path_factory.mktemp("whole") / "dataset")
+
+
+@pytest.fixture(scope="module")
+def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset with two labels, of which rows without the first lack the second."""
+
+    def with_buy(split: str, table: pa.Table) -> pa.Table:
+        buy = np.where(table["label"].to_numpy() == 1, table["I1"].to_numpy() > 0, np.nan)
+        return table.append_column("buy", pa.array(buy, pa.float32(), from_pandas=True))
+
+    folder = tmp_path_factory.mktemp("labelled") / "dataset"
+    return write_dataset(folder, change=with_buy, label=None, labels=(Label("label"), Label("buy")))
 
 
 def take_steps(dataset: Path, folder: Path, overrides: list[str], put_back: Any = None) -> MetricsWindow:
@@ -87,8 +105,8 @@ def take_steps(dataset: Path, folder: Path, overrides: list[str], put_back: Any 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", MODELS)
-def test_whole_steps_wait_for_nothing(name: str, dataset: Path, tmp_path: Path) -> None:
-    window = take_steps(dataset, tmp_path, MODELS[name])
+def test_whole_steps_wait_for_nothing(name: str, dataset: Path, labelled: Path, tmp_path: Path) -> None:
+    window = take_steps(labelled if name == "ple" else dataset, tmp_path, MODELS[name])
     assert window.rows == 64 * (FREE_STEPS + STRICT_STEPS)
 
 

@@ -31,17 +31,19 @@ NAMES = list(LABELS)
 ROWS = 300
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def train(folder: Path, **sections: Any) -> Path:
     schema = {name: value for name, value in SCHEMA.items() if name != "label"} | {"labels": LABELS}
     schema["dense"] = {"age": schema["dense"]["age"]}
     schema["categorical"] = {
         name: value for name, value in schema["categorical"].items() if value.get("column") != "price"
     }
-    folder = tmp_path_factory.mktemp("labels")
-    sections: dict[str, Any] = {"task": {"name": "multi"}}
-    sections["model"] = {"name": "ple", "deep": [16], "tower": [8]}
     return trained_run(folder, schema, draw_rows(ROWS), **sections)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = {"name": "ple", "deep": [16], "tower": [8]}
+    return train(tmp_path_factory.mktemp("labels"), task={"name": "multi"}, model=model)
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +108,24 @@ def test_the_exported_model_has_the_metric_of_the_trained_one_and_checks_itself(
     assert manifest.parity.exported == pytest.approx(manifest.parity.trained, abs=1e-6)
     assert list(json.loads((model / "sample.json").read_text())["outputs"]) == NAMES
     subprocess.run([sys.executable, model / "serving_example.py"], check=True)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["mmoe", "esmm"])
+def test_every_model_is_exported_and_served(name: str, tmp_path: Path) -> None:
+    labels = {"click": {}, "cheap": {"after": "click"}}
+    run = train(tmp_path, task={"name": "multi", "labels": labels}, model={"name": name, "deep": [16]})
+    model = exported(run, tmp_path / "model")
+    parity = read_manifest(model).parity
+    assert parity.largest_difference < 1e-6 and parity.exported == pytest.approx(parity.trained, abs=1e-6)
+    rows = json_rows(20, seed=3)
+    expected = distembed.load(run).predict(rows)
+    assert expected.column_names == ["click", "cheap"]
+    answer = post(served(model), {"rows": rows}).json()
+    for label in labels:
+        np.testing.assert_allclose(answer[label], expected[label].to_numpy(), atol=2e-6)
+    if name == "esmm":  # a conversion is no more probable than its click
+        assert (np.array(answer["cheap"]) <= answer["click"]).all()
 
 
 @pytest.mark.thorough

@@ -138,3 +138,8 @@ def test_a_run_of_one_of_the_labels_equals_a_run_on_that_label(config: Path, tmp
     call("train", config, *settings, f"data.path={alone}", "--run-dir", only)
     assert losses(chosen) == losses(only)
     assert all(math.isfinite(loss) for loss in losses(chosen))
+    # other labels of another dataset do not matter
+    more = write_dataset(
+        tmp_path / "more", change=with_labels, label=None, labels=(Label("label"), *LABELS), weight="importance"
+    )
+    assert call("evaluate", chosen, "--data", more, "--json") == call("evaluate", chosen, "--json")

@@ -28,7 +28,6 @@ from distembed.base.errors import RunError, UserError
 from distembed.base.files import free_space, full_disk_explained
 from distembed.base.validation import shown
 from distembed.data.dataset.manifest import MANIFEST_NAME, REMEDY, Manifest
-from distembed.data.dataset.schema import Schema
 
 KEPT_FOLDER = "dataset"  # name of the folder within a run's
 MOST_COPIED_BYTES = 1 << 30  # size of all vocabularies together from which on they are not copied
@@ -116,7 +115,6 @@ def _differences(
         yield f"the features were {', '.join(names)}, now {', '.join(new_names)}"
         return
     options = [(field, getattr(old, field), getattr(new, field)) for field in _SAME_COLUMNS]
-    options.append(("labels", _described_labels(old), _described_labels(new)))
     options += [(field, earlier.preparation.get(field), manifest.preparation.get(field)) for field in _SAME_PREPARATION]
     options += [
         (f"the hash of {name!r}", _hash_in_schema(earlier, name), _hash_in_schema(manifest, name)) for name in names
@@ -135,11 +133,6 @@ def _differences(
         if file not in earlier.checksums or earlier.checksums[file] != manifest.checksums.get(new_file):
             old_keys = _read(earlier.require_unchanged(earlier_dir, file))
             yield from _other_ids(name, old_keys, _read(manifest.require_unchanged(dataset_dir, new_file)))
-
-
-def _described_labels(schema: Schema) -> str:
-    """Returns the names and kinds of several labels, whose order is that of a model's outputs; "" for one or none."""
-    return ", ".join(f"{label.name} ({label.kind})" for label in schema.labels)
 
 
 def _hash_in_schema(manifest: Manifest, feature: str) -> dict[str, Any]:

@@ -182,9 +182,10 @@ def render_page(statistics: DatasetStatistics) -> str:
 
 def _figures(statistics: DatasetStatistics) -> str:
     plots: list[tuple[str, str, Callable[[Axes, DatasetStatistics], None]]] = [
-        ("Label rate", "Mean label in the order of time.", _draw_rates),
-        ("Rows", "Number of rows in the order of time.", _draw_rows),
-    ]
+        (f"Label rate of {label}", f"Mean of {label} in the order of time.", partial(_draw_rates, label=label))
+        for label in statistics.labels
+    ] or [("Label rate", "Mean label in the order of time.", _draw_rates)]
+    plots.append(("Rows", "Number of rows in the order of time.", _draw_rows))
     if statistics.features:
         plots.append(("Skew", f"How often {statistics.train} has the ids of a feature, by rank.", _draw_skew))
         plots.append(("Unknown ids", "Share without an id of their own, or that training has not.", _draw_unknown))
@@ -197,16 +198,12 @@ def _draw(draw: Callable[[Axes, DatasetStatistics], None], statistics: DatasetSt
     draw(drawn.add_subplot(), statistics)
 
 
-def _draw_rates(axes: Axes, statistics: DatasetStatistics) -> None:
+def _draw_rates(axes: Axes, statistics: DatasetStatistics, label: str | None = None) -> None:
+    """Draws the rate of one of several labels, or of the only one, in each period."""
     periods = statistics.periods.values()
-    by_label: dict[str, list[float | None]] = {
-        label: [rows.labels[label].rate for rows in periods] for label in statistics.labels
-    }
-    for index, (label, rates) in enumerate((by_label or {"": [rows.label_rate for rows in periods]}).items()):
-        drawn = [math.nan if rate is None else rate for rate in rates]
-        axes.plot(range(len(drawn)), drawn, marker="o", markersize=3, color=colour(index), label=label)
-    if by_label:
-        axes.legend(fontsize=7)
+    rates = [rows.label_rate if label is None else rows.labels[label].rate for rows in periods]
+    drawn = [math.nan if rate is None else rate for rate in rates]
+    axes.plot(range(len(drawn)), drawn, marker="o", markersize=3, color=colour(0))
     _name_periods(axes, statistics)
     axes.set_ylabel(rate_of_rows(statistics))
 
