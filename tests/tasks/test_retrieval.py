@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from distembed.base.errors import UserError
@@ -25,10 +26,12 @@ from distembed.planning.request import Workload
 from distembed.tasks import RetrievalTask
 from distembed.tasks.base import BatchPosition, TaskContext
 from distembed.tasks.catalogue.keyed_rows import KeyedRows, columns_of
+from distembed.tasks.catalogue.rank_rows import RankRows, gather_with_gradients
 from distembed.tasks.ranking import EXCLUDED
 from distembed.tasks.retrieval import ITEM_IDS
 from distembed.training.build import Blueprint
 from distembed.training.config import Config, load_config
+from tests.ranks import run_on_ranks
 from tests.small_runs import call, distembed, losses, metrics, stopped_at
 from tests.tasks.retrieval_rows import prepare_rows, write_config
 
@@ -303,6 +306,22 @@ def test_keyed_rows_are_the_first_or_last_of_each_id(dataset: Path, keep: Any, m
     np.testing.assert_array_equal(batch["dense_features"][:, 0], np.float32(ages))
     assert len(rows.without(rows.ids[:3].tolist())) == len(rows) - 3
     assert rows.batch(np.zeros(0, np.int64))[SPARSE_FEATURES].stride() == 0
+
+
+def check_gathered_rows(rank: int, world_size: int) -> None:
+    counts = [0, 5, 1]
+    rows = torch.arange(6.0).view(6, 1).repeat(1, 2)
+    own = rows.split(counts)[rank].clone().requires_grad_()
+    factors = torch.arange(12.0).view(6, 2)
+    gathered = gather_with_gradients(own, RankRows(counts, dist.group.WORLD))
+    assert gathered.tolist() == rows.tolist()
+    (gathered * factors * (rank + 1)).sum().backward()
+    assert own.grad is not None and own.grad.tolist() == (6 * factors).split(counts)[rank].tolist()  # 1 + 2 + 3 = 6
+
+
+@pytest.mark.distributed
+def test_gathered_rows_get_the_gradients_of_all_ranks() -> None:
+    run_on_ranks(3, check_gathered_rows)
 
 
 @pytest.mark.thorough
