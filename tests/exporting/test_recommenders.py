@@ -21,6 +21,7 @@ from distembed.embedding import (
 )
 from distembed.models import MF, Model
 from distembed.models.gru import RecurrentStates
+from distembed.models.hstu import PointwiseTransformer
 from distembed.models.next_items import ItemCollections, NextItems, NextItemsWithNumbers, TokenVectors
 from distembed.models.sasrec import CausalTransformer
 from distembed.partitions import PARTITIONS, KeyedHash
@@ -37,7 +38,7 @@ NUM_ITEMS, NUM_USERS, DIM, MOST, BEST = 61, 23, 4, 5, 7
 RESERVED = (0, 1)
 LENGTHS = (3, 0, 1, MOST, 12, 58)
 """Items of the rows: none, one, more than the network sees, and all but three."""
-MODELS = ("sasrec", "sasrec_untied", "gru", "gru_beside", "mf", "mf_lists")
+MODELS = ("sasrec", "sasrec_untied", "hstu", "gru", "gru_beside", "mf", "mf_lists")
 ITEM_COMPOSITIONS = [name for name in COMPOSITIONS if name != "feature"]
 """An item has one vector."""
 
@@ -81,6 +82,8 @@ def recommender(name: str, scheme: str = "quotient_remainder", composition: str 
         states: nn.Module = RecurrentStates(DIM, 6, MOST, 2, 0.0)
         if name.startswith("sasrec"):
             states = CausalTransformer(DIM, MOST, 2, 2, 0.0)
+        elif name == "hstu":
+            states = PointwiseTransformer(DIM, MOST, 2, 2, 0.0)
         model = NextItems(collections, states, TokenVectors(DIM, [own.name for own in beside]), bias=True)
     for weight in model.parameters():
         nn.init.normal_(weight, std=0.7)
@@ -180,6 +183,7 @@ def test_each_scheme_and_composition_recommends_what_numpy_ranks_first(scheme: s
 
 SAVED = {
     ("sasrec", "quotient_remainder", "product", "fp32", "never"),
+    ("hstu", "mixed_radix", "sum", "fp32", "never"),
     ("mf_lists", "explicit", "concat", "fp16", "always"),
 }
 """What is saved and loaded in each run of the tests."""

@@ -98,6 +98,26 @@ def test_two_ranks_have_the_metrics_of_one_and_a_resumed_run_is_the_same(config:
         assert abs(np.mean([share[name] for share in shares]) - p0) < 0.1
 
 
+@pytest.mark.thorough
+@pytest.mark.distributed
+def test_hstu_with_times_has_the_metrics_of_one_rank_and_resumes(config: Path, tmp_path: Path) -> None:
+    """Items have a compressed table; the run that goes on in the middle of its epoch replaces ids too (SSE)."""
+    model = "model={name: hstu, num_heads: 2, dropout: 0.0, times: size}"
+    hstu = (config, model, f"embedding.tables.item={ {'embedding_dim': 8, **TABLES['quotient_remainder']} }")
+    one, two, whole, part = (tmp_path / name for name in ("one", "two", "whole", "part"))
+    call("train", *hstu, "--run-dir", one)
+    distembed("train", *hstu, "--run-dir", two, ranks=2)
+    assert losses(two) == pytest.approx(losses(one), rel=1e-3)
+    for own, other in zip(evaluations(one), evaluations(two), strict=True):
+        assert own == pytest.approx(other, abs=0.02)
+    replaced = (*hstu, "train.checkpoint_every=5", "sse.tables={item: {p0: 0.1}}")
+    call("train", *replaced, "--run-dir", whole)
+    stopped_at(5, whole, part)
+    call("train", *replaced, "--run-dir", part, "--resume")
+    assert losses(part) == losses(whole) and evaluations(part) == evaluations(whole)
+    assert losses(whole) != losses(one)
+
+
 LAYOUTS = ("table_wise", "row_wise", "column_wise", "data_parallel")
 TABLES = {
     "full": {"partition": "naive"},
