@@ -74,9 +74,9 @@ def ids(feature, value):
 
 
 def entries(how, value):  # of a list
-    if isinstance(value, (list, tuple)) or (value := text({"missing_values": []}, value)) is None:
-        return value or []
-    return value.split(how["separator"]) if how.get("separator") else [value]
+    if isinstance(value, (list, tuple)) or (x := text({"missing_values": []}, value)) is None:
+        return value if isinstance(value, (list, tuple)) else []
+    return x.split(how["separator"]) if how.get("separator") else [value]
 
 
 def sequence(about, row):  # a number for each id of the list beside

@@ -209,10 +209,11 @@ def rows_of(parser: TableParser, block: ParsedBlock) -> list[dict[str, Any]]:
 
 
 def same(first: Any, second: Any) -> bool:
-    """Returns whether two values are the same, numbers as far as float32 goes."""
+    """Returns whether two values are the same, numbers as far as float32 goes; of lists, null is NaN."""
     if isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
         return all(same(*pair) for pair in zip(first, second, strict=True))
     if isinstance(second, float):
+        first = math.nan if first is None else first
         return (math.isnan(first) and math.isnan(second)) or math.isclose(first, second, rel_tol=1e-6)
     return type(first) is type(second) and first == second
 
