@@ -12,7 +12,7 @@ authors (files ``movielens1m_mf_train.csv.gz`` and ``movielens1m_mf_test.csv.gz`
 ``ml100k-bpr`` use MovieLens-100k of RecBole 1.2.1's wheel, split at random into 0.8, 0.1 and 0.1. ``ml100k-next``
 predicts each user's last item of MovieLens-100k, and ``beauty`` of Amazon Beauty, with replaced items (files
 ``amazon_beauty_sequences.txt.gz`` and ``amazon_beauty_item_attributes.json.gz``). ``beauty-output`` varies the losses
-and tables.
+and tables. ``beauty-models`` and ``ml100k-models`` compare SASRec with HSTU.
 
 Each row of a table is a config in ``configs/recommenders/``. Graphs join each user and item to its 20 nearest
 neighbours: by shared training rows, or in ``ml100k`` items by shared entities of the knowledge graph. The graph of
@@ -89,9 +89,9 @@ def prepare_ml100k(data: Path, folder: Path, *options: str) -> None:
     _prepare_graphs(folder, "user")
 
 
-def prepare_sequences_100k(data: Path, folder: Path) -> None:
+def prepare_sequences_100k(data: Path, folder: Path, *options: str) -> None:
     """Makes the sequences of MovieLens-100k, in training rows of at most 50 items, with the knowledge graph."""
-    columns = ["--user", "user_id", "--item", "item_id", "--time", "timestamp", "--windows", "all"]
+    columns = ["--user", "user_id", "--item", "item_id", "--time", "timestamp", "--windows", "all", *options]
     run_distembed("prepare", "sequences", data / "ml-100k.inter", *columns, "--output", folder / "data")
     _prepare_knowledge_graph(data, folder)
 
@@ -197,6 +197,12 @@ MODES = {
             "  SSE-Graph ": "ml100k_gru_graph.yaml",
         },
     ),
+    "ml100k-models": Mode(
+        lambda data, folder: prepare_sequences_100k(data, folder, "--dense", "timestamp"),
+        NEXT_METRICS,
+        {"SASRec": "ml100k_sasrec.yaml", "  HSTU": "ml100k_hstu.yaml", "  HSTU with times": "ml100k_hstu_times.yaml"},
+    ),
+    "beauty-models": Mode(prepare_beauty, NEXT_METRICS, {"SASRec": "beauty_sasrec.yaml", "  HSTU": "beauty_hstu.yaml"}),
     "beauty": Mode(
         prepare_beauty,
         NEXT_METRICS,
