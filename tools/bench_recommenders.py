@@ -20,16 +20,17 @@ Beauty joins items that share an attribute. All seeds are trained in one process
 """
 
 import dataclasses
+import gzip
 import json
 import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from bench_commands import CONFIGS, bench_parser, deviation, mean_and_deviation, run_distembed, write_output
 from bench_common import train_quietly
-from knowledge_graph_attributes import item_attributes
+from knowledge_graph_attributes import item_attributes, write_attributes
 from rich.console import Console
 from rich.table import Table
 
@@ -100,22 +101,22 @@ def prepare_beauty(data: Path, folder: Path) -> None:
     """Makes the sequences of Amazon Beauty, with a graph of items that share an attribute of at most 100 items."""
     lines = data / "amazon_beauty_sequences.txt.gz"
     run_distembed("prepare", "sequences", lines, "--format", "lists", "--output", folder / "data")
-    run_distembed(
-        *["prepare", "graph", data / "amazon_beauty_item_attributes.json.gz", "--attribute", "any"],
-        *["--max-shared", "100", "--count-shared"],
-        *["--data", folder / "data", "--table", "item", "--output", folder / "item"],
-    )
+    with gzip.open(data / "amazon_beauty_item_attributes.json.gz") as file:
+        _prepare_attributes(json.load(file), folder, "--max-shared", "100")
 
 
 def _prepare_knowledge_graph(data: Path, folder: Path) -> None:
     """Makes a graph of items that share a tail of RecBole's knowledge graph."""
     attributes = item_attributes(data / "ml-100k.kg", data / "ml-100k.link")
-    (folder / "attributes.json").write_text(json.dumps(attributes), encoding="utf-8")
-    run_distembed(
-        *["prepare", "graph", folder / "attributes.json", "--attribute", "entity", "--unknown", "drop"],
-        *["--max-shared", "200", "--count-shared", "--max-neighbors", "20"],
-        *["--data", folder / "data", "--table", "item", "--output", folder / "item"],
-    )
+    _prepare_attributes(attributes, folder, "--unknown", "drop", "--max-shared", "200", "--max-neighbors", "20")
+
+
+def _prepare_attributes(attributes: Mapping[str, Sequence[str | int]], folder: Path, *options: str) -> None:
+    """Makes a graph of items that share attributes."""
+    write_attributes(attributes, lines := folder / "attributes.jsonl")
+    columns = ["--source", "item", "--attribute", "attribute", "--count-shared", *options]
+    table = ["--data", folder / "data", "--table", "item", "--output", folder / "item"]
+    run_distembed("prepare", "graph", lines, *columns, *table)
 
 
 def _prepare_graphs(folder: Path, *tables: str) -> None:

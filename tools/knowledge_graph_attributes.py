@@ -1,9 +1,9 @@
-r"""Writes the attributes of items in a knowledge graph as JSON, for `distembed prepare graph --attribute`.
+r"""Writes the attributes of items in a knowledge graph as JSON lines, for `distembed prepare graph --attribute`.
 
 ::
 
-    python tools/knowledge_graph_attributes.py ml-100k.kg ml-100k.link item_entities.json
-    distembed prepare graph item_entities.json --attribute entity --unknown drop \
+    python tools/knowledge_graph_attributes.py ml-100k.kg ml-100k.link item_entities.jsonl
+    distembed prepare graph item_entities.jsonl --source item --attribute attribute --unknown drop \
         --data ratings --table item -o graphs/item
 
 The inputs are RecBole's files: lines of a head, a relation and a tail, and lines of an item and its entity. An
@@ -15,7 +15,7 @@ import argparse
 import csv
 import json
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 
@@ -41,15 +41,21 @@ def item_attributes(graph: Path, links: Path) -> dict[str, list[str]]:
     return {item: list(found) for item, found in attributes.items()}
 
 
+def write_attributes(attributes: Mapping[str, Sequence[str | int]], output: Path) -> None:
+    """Writes a line ``{"item": ITEM, "attribute": [...]}`` for each item."""
+    lines = (json.dumps({"item": item, "attribute": values}) for item, values in attributes.items())
+    output.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+
 def main() -> None:
     """Writes the attributes of all items."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("graph", type=Path, help="triples of head, relation and tail (.kg)")
     parser.add_argument("links", type=Path, help="items and their entities (.link)")
-    parser.add_argument("output", type=Path, help="JSON file to write")
+    parser.add_argument("output", type=Path, help="JSON lines to write")
     arguments = parser.parse_args()
     found = item_attributes(arguments.graph, arguments.links)
-    arguments.output.write_text(json.dumps(found, indent=0), encoding="utf-8")
+    write_attributes(found, arguments.output)
     print(f"{arguments.output}: {sum(map(len, found.values())):,} attributes of {len(found):,} items")
 
 
