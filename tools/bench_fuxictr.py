@@ -9,8 +9,9 @@ in its wheel::
     python tools/bench_fuxictr.py train.tsv.gz --peer /tmp/fuxictr/bin/python --zoo /tmp/fuxictr/source/model_zoo
 
 Both train one epoch of the first 0.8 of the rows in batches of 128, with vectors of 16 numbers for values that occur
-twice, and layers of equal sizes. The two take turns, seed by seed. Samples a second are of the training steps with the
-reading of batches, on all cores.
+twice, and layers of equal sizes; FuxiCTR's DLRM has buckets in the place of numbers, so no bottom network. distembed
+has the settings of ``tools/bench_quality.py``, FuxiCTR its templates' Adam at 0.001. The two take turns, seed by seed.
+Samples a second are of the training steps with the reading of batches, on all cores.
 """
 
 import json
@@ -43,6 +44,7 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp1_dropout": 0.1,
             "mlp2_dropout": 0.1,
             "fs_hidden_units": [64],
+            "num_heads": 8,
         },
     ),
     "DeepFM": ("DeepFM/DeepFM_torch/DeepFM", {"hidden_units": [512, 256]}),
