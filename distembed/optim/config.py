@@ -77,8 +77,8 @@ class DenseOptimizerConfig:
     weight_decay_groups: list[WeightDecayGroupConfig] = field(default_factory=list)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)  # the learning rate over the steps
     # largest norm of the gradients of all networks together, which larger gradients are scaled to; null for no limit.
-    # Path functions are not counted, and neither are tables in which all rows have gradients, of which each rank has
-    # some rows only.
+    # Path functions belong to the tables and are not counted. Nor are tables in which all rows have gradients: each
+    # rank has only some of their rows.
     clip_norm: PositiveNumber | None = None
 
 

@@ -190,7 +190,7 @@ class Optimizers:
         clipped = [
             # every rank has the networks and their averaged gradients, so all ranks scale them alike
             (_network_names(model), GradientClipping.NORM, dense.clip_norm),
-            # tables with dense_gradient, of which each rank has some rows: their numbers are cut one by one
+            # each rank has some rows of a table with dense_gradient: its numbers are cut one by one
             (
                 {name for name, own in others.items() if id(own) in in_tables},
                 GradientClipping.VALUE,

@@ -176,7 +176,7 @@ def predict_rows(
                 raise UserError(f"--key is {key!r}, which a column of predictions is named; rename it in the input.")
 
     def batches(blocks: Iterator[RecordBlock]) -> Generator[Batch, None, None]:
-        """Yields this rank's batches, as the task prepares them; first those of a catalogue."""
+        """Yields the catalogue's batches if there is a catalogue, then this rank's batches, prepared by the task."""
         yield from task.catalogue_batches(EVALUATION_BATCH_SIZE)
         assembler = BatchAssembler(run.manifest.schema)
         for block in blocks:

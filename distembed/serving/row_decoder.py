@@ -223,7 +223,7 @@ class QueryRowDecoder(TableRowDecoder):
     A user that the dataset does not have is decoded as any other unknown value.
 
     Args:
-        folder: The folder of the dataset, or of what a run keeps of it.
+        folder: The folder of the dataset, or the folder ``dataset`` of a run.
         manifest: Its manifest.
         features: The features of users.
     """

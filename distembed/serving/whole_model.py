@@ -55,7 +55,7 @@ class WholeModel:
             return {name: values.cpu().numpy() for name, values in outputs.items()}
 
     def model_outputs(self, batch: Batch) -> Any:
-        """Returns what the model, without its task, gives for a batch that the task has prepared."""
+        """Returns the model's outputs for a batch that the task has prepared, before the task scores them."""
         batch, blueprint = batch.to(self.blueprint.device), self.blueprint
         with (
             torch.inference_mode(),

@@ -46,7 +46,7 @@ class TaskConfig(Protocol):
         """The task's name in ``TASKS``."""
 
     def build(self) -> "Task":
-        """Builds the task."""
+        """Returns the task that the section describes."""
 
 
 @runtime_checkable
@@ -131,7 +131,7 @@ def require_no_weights(task: str, schema: Schema) -> None:
 
 
 def require_one_label(task: str, schema: Schema) -> None:
-    """Refuses rows with several labels, of which the task would have to choose one."""
+    """Refuses rows with several labels, since the task learns a single one."""
     if schema.labels:
         raise UserError(
             f"task.name is {task!r}, which predicts one label, and the rows of this dataset have several: "

@@ -1,4 +1,4 @@
-"""A loss and metrics for each of several labels of a row, some of which may be missing.
+"""A loss and metrics for each label of a row; labels may be missing.
 
 Label l of kind ``binary`` has the loss and the metrics of :class:`distembed.tasks.ClickTask`, and one of kind
 ``number`` the squared error and the metrics of :class:`distembed.tasks.RatingTask`. The loss of row i is::

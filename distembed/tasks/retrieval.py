@@ -206,7 +206,7 @@ class RetrievalTask(Task):
             none = JaggedTensor(items[:0], lengths=torch.zeros_like(relevant.lengths()))
             rows = FeatureRows.of(batch, self._started.schema).without(self._config.item_side)
             return self._queries(rows.where(is_pair.numpy()), relevant, none)
-        self.scored_items = ItemVectors()  # an evaluation's vectors leave the device when training goes on
+        self.scored_items = ItemVectors()  # frees the item vectors of the last evaluation
         fields = {**batch.fields, WEIGHTS: is_pair.float() / self._pair_share, ITEM_IDS: items}
         if self._num_negatives:
             first, stop = self._shares(self._num_negatives)[self._started.ranks.rank]
@@ -237,7 +237,7 @@ class RetrievalTask(Task):
         return (candidates.cross_entropy(outputs.queries.float()) * weights).sum(), {}
 
     def _candidates(self, items: Float[Tensor, "rows dim"], weights: Tensor, batch: Batch) -> BatchCandidates:
-        """Returns the candidates of a step, those of all ranks; all ranks call it."""
+        """Returns the candidate items of a step, gathered from all ranks; all ranks call it."""
         if self._context is None:  # not started: the planner's estimate of a step, whose values are not used
             num_candidates = batch.global_batch_size + self._num_negatives
             gathered = items.repeat(-(-num_candidates // len(items)), 1)[:num_candidates]

@@ -138,7 +138,7 @@ class RetrievalConfig:
                 remedy = ", or set it to null for a query for each row" if setting == "task.user" else ""
                 one_of(f"{setting} (name a feature of the dataset{remedy})", name, features)
             if features[name].multi_hot:
-                raise UserError(f"{setting} is {name!r}, of which rows have lists; name a feature with one id a row.")
+                raise UserError(f"{setting} is {name!r}, a list in each row; name a feature with one id a row.")
         if self.user in self.item_side:
             raise UserError(f"task.user is {self.user!r}, which is a feature of the item; name a feature of users.")
         require_below(self.cutoffs, features[self.item_name].num_embeddings)

@@ -373,7 +373,7 @@ def test_wrong_settings_are_explained(dataset: Path, tmp_path: Path) -> None:
         assert not (tmp_path / "run").exists()
 
     refuses("film", model={"item": "movie"})
-    refuses("'history', of which rows have lists", model={"item": "history"})
+    refuses("'history', a list in each row", model={"item": "history"})
     refuses("genre", model={"item_features": ["genre"]})
     everything = ["genres", "price", "age", "user", "country", "history"]
     refuses("tower of users needs", model={"item_features": everything}, task={"user": None, "exclude_seen": False})

@@ -7,7 +7,7 @@ one id a row; multi-hot features have a list of ids a row, which may be empty::
     0     17            [3, 9]
     1     4             []              an empty or null list: no ids
 
-A row has one label, or several (``labels``), of which a row may lack some: NaN in a batch::
+A row has one label, or several (``labels``). A label that a row lacks is NaN in a batch::
 
     row   click   conversion     labels of the batch [batch, 2]
     0     1       0              1    0
@@ -228,7 +228,7 @@ class Schema:
             raise UserError(f"labels has one label, {names!r}: give it as label and label_kind, or two or more labels")
         if self.label_kind != "binary":
             raise UserError(
-                f"label_kind is {self.label_kind!r} beside labels ({names}), each of which has a kind of its own; "
+                f"label_kind is {self.label_kind!r} beside labels ({names}), and each label has its own kind; "
                 "leave label_kind out"
             )
 

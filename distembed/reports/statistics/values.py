@@ -55,7 +55,7 @@ class IdsOfSplit:
 
 @dataclass(frozen=True)
 class FeatureStatistics:
-    """A categorical feature."""
+    """Counts and shares of the ids of a categorical feature."""
 
     num_embeddings: int  # number of ids of its table
     cardinality: int  # number of distinct ids in training, without missing and unknown values
@@ -91,7 +91,7 @@ class EqualRows:
 
 @dataclass(frozen=True)
 class DatasetStatistics:
-    """A dataset."""
+    """The statistics of a dataset: its rows, labels, features and numbers."""
 
     dataset: str  # its path or URL
     train: str  # name of the split that others are compared with

@@ -90,7 +90,7 @@ class KeyedRows:
         return KeyedRows(self.ids[kept], self.rows.gather(kept), self.schema)
 
     def positions(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the row of each given id, all of which have one."""
+        """Returns the row of each given id; every id must have a row."""
         return np.searchsorted(self.ids, ids)
 
     def batch(self, positions: NDArray[np.int64]) -> Batch:

@@ -56,7 +56,7 @@ class ItemChunks(SharedItems, Protocol):
 
 
 class RankedCatalogue(Protocol):
-    """Items to rank: those of a table (:class:`distembed.models.queries.Catalogue`), or :class:`ItemVectors`."""
+    """Items to rank: the items of a table (:class:`distembed.models.queries.Catalogue`), or :class:`ItemVectors`."""
 
     @property
     def bias(self) -> Tensor | None:
