@@ -79,6 +79,17 @@ class Ranks:
                     sums[name] = flat_sum.view(tensor.shape).numpy()
         return sums
 
+    def any_set(self, flags: Tensor) -> npt.NDArray[np.bool_]:
+        """Returns, on rank 0, whether each boolean is set on any rank; all ranks call it with equal shapes.
+
+        Other ranks get all booleans unset.
+        """
+        numbers = flags.to(self.device, torch.uint8)  # no backend reduces booleans
+        if self.world_size > 1 and numbers.numel():
+            dist.reduce(numbers, dst=0, op=dist.ReduceOp.MAX)
+        is_set: npt.NDArray[np.bool_] = numbers.bool().cpu().numpy()
+        return is_set if self.is_first else np.zeros_like(is_set)
+
     def gather_rows(self, rows: Tensor) -> npt.NDArray[Any]:
         """Returns the rows [n, ...] of all ranks, joined in rank order, on rank 0; 0 rows on other ranks.
 

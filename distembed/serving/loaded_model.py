@@ -49,6 +49,7 @@ from distembed.tasks import MultiConfig, MultiTask, RetrievalTask
 from distembed.training.config import Config
 from distembed.training.describe import describe
 from distembed.training.inference import EVALUATION_BATCH_SIZE
+from distembed.training.metric_rows import MetricRows
 from distembed.training.prediction_columns import PredictionColumns, recommended_values
 from distembed.training.trained_run import TrainedRun, find_trained_run
 
@@ -353,22 +354,13 @@ class LoadedModel:
             blocks = [decoded.block]
         task = self._model.task
         batches = (batch for block in blocks for batch in batches_of(self.schema, block, EVALUATION_BATCH_SIZE))
-        return task.metrics(self._rows_of(self._model, (task.prediction_batch(batch) for batch in batches)))
+        return _metrics(self._model, (task.prediction_batch(batch) for batch in batches))
 
     def _evaluate_split(self, split: str) -> dict[str, float]:
         dataset = find_trained_run(self._run.folder, self._source.data, split).dataset
         model = self._model.on_dataset(dataset)
         with closing(_split_batches(model, dataset, split)) as batches:
-            return model.task.metrics(self._rows_of(model, batches))
-
-    @staticmethod
-    def _rows_of(model: WholeModel, batches: Iterable[Batch]) -> dict[str, npt.NDArray[Any]]:
-        """Returns the model's outputs for all rows of prepared batches, joined by the output's name."""
-        outputs = [model.outputs(batch) for batch in batches]
-        names = model.task.outputs
-        if not outputs:
-            return {name: np.empty(0) for name in names}
-        return {name: np.concatenate([batch[name] for batch in outputs]) for name in names}
+            return _metrics(model, batches)
 
     def describe(self) -> dict[str, Any]:
         """Returns the model's run, task, tables, layers and parameters in plain values."""
@@ -429,6 +421,14 @@ def _looks_like_file(text: str, splits: Mapping[str, object]) -> bool:
 
 def _html_row(cell: str, values: Sequence[Any]) -> str:
     return "<tr>" + "".join(f"<{cell}>{html.escape(str(value))}</{cell}>" for value in values) + "</tr>"
+
+
+def _metrics(model: WholeModel, batches: Iterable[Batch]) -> dict[str, float]:
+    """Returns the task's metrics of all rows of prepared batches."""
+    rows = MetricRows(model.task)
+    for batch in batches:
+        rows.add(model.outputs(batch))
+    return model.task.metrics(rows.gathered(model.ranks))
 
 
 def _split_batches(model: WholeModel, dataset: str, split: str) -> Generator[Batch, None, None]:

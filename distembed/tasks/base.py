@@ -75,6 +75,9 @@ class Task(ABC):
     Attributes:
         batch_fields: Names of the batch's fields that the task takes, beside the model's.
         outputs: Names of the outputs of each row that :meth:`evaluate` returns.
+        prediction_outputs: Names of the outputs that :meth:`predictions` alone takes; an evaluation drops them.
+        distinct_outputs: Outputs of ids whose distinct ids are enough for :meth:`metrics`, with the number of possible
+            ids; :meth:`start` may set it. An evaluation stores one boolean for each id instead of all rows' ids.
         replaced_features: Names of the features whose ids the task replaces itself, where ``sse`` says so; ids of other
             features are replaced in the lookup.
         dense_tables: Names of the tables whose every row gets a gradient, as in a softmax over all ids.
@@ -91,6 +94,8 @@ class Task(ABC):
 
     batch_fields: ClassVar[tuple[str, ...]]
     outputs: tuple[str, ...]
+    prediction_outputs: tuple[str, ...] = ()
+    distinct_outputs: Mapping[str, int] = MappingProxyType({})
     replaced_features: ClassVar[tuple[str, ...]] = ()
     dense_tables: tuple[str, ...] = ()
     scored_tables: tuple[str, ...] = ()
@@ -183,7 +188,7 @@ class Task(ABC):
     def metrics(self, rows: Rows) -> dict[str, float]:
         """Returns all metrics of the rows, first ``rows``, their number; a metric that cannot be computed is NaN.
 
-        There may be no rows. Only rank 0 calls it.
+        There may be no rows, and none of :attr:`prediction_outputs`. Only rank 0 calls it.
         """
 
     @abstractmethod

@@ -66,6 +66,7 @@ class NextItemTask(Task):
     batch_fields = (SPARSE_FEATURES,)
     replaced_features = (ITEM_TARGET, ITEM_NEGATIVE)
     scored_tables = (ITEM,)
+    prediction_outputs = ("users", "best_scores")
 
     def __init__(self, config: NextItemConfig) -> None:
         self._config = config
@@ -96,6 +97,7 @@ class NextItemTask(Task):
         self._context = context
         items = next(feature for feature in context.schema.categorical if feature.name == ITEM)
         self._num_items = items.num_embeddings
+        self.distinct_outputs = {"best": self._num_items}
         self._reserved = reserved_ids(Manifest.load(context.dataset), ITEM)
         lists = [feature.name for feature in context.schema.categorical if feature.multi_hot]
         self._lists = frozenset([*lists, *context.schema.dense_sequences])
@@ -314,7 +316,7 @@ class NextItemTask(Task):
             metrics["sampled_rows"] = self._sampled.num_known(rows["sampled"])
             metrics |= self._sampled.means(rows["sampled"])
         num_items = self._num_items - len(self._reserved)
-        return metrics | {f"coverage@{self._num_best}": coverage(rows["best"], self._num_best, num_items)}
+        return metrics | {f"coverage@{self._num_best}": coverage(rows["best"], num_items)}
 
     def training_sums(self, outputs: Outputs) -> Outputs:
         """Returns nothing: the loss says how training goes."""

@@ -53,6 +53,7 @@ class RankingTask(Task):
     batch_fields = (SPARSE_FEATURES,)
     scored_tables = (ITEM,)
     outputs = ("metrics", "excluded_targets", *RECOMMENDATIONS)
+    prediction_outputs = ("users", "best_scores")
 
     def __init__(self, config: RankingConfig) -> None:
         self._config = config
@@ -68,6 +69,7 @@ class RankingTask(Task):
         self._context = context
         self._schema = batch_schema(self._config, context.schema)
         self._num_items = next(feature.num_embeddings for feature in context.schema.categorical if feature.name == ITEM)
+        self.distinct_outputs = {"best": self._num_items}
         self._reserved = reserved_ids(Manifest.load(context.dataset), ITEM)
         self._items: dict[tuple[str, ...], UserItems] = {}
 
@@ -196,7 +198,7 @@ class RankingTask(Task):
     def metrics(self, rows: Rows) -> dict[str, float]:
         num_items, num_best = self._num_items - len(self._reserved), self._num_best
         metrics = seen_items_metrics(self._config.excludes_seen, rows) | self._metrics.means(rows["metrics"])
-        return metrics | {f"coverage@{num_best}": coverage(rows["best"], num_best, num_items)}
+        return metrics | {f"coverage@{num_best}": coverage(rows["best"], num_items)}
 
     def training_sums(self, outputs: Outputs) -> Outputs:
         """Returns ``ordered`` [2]: the sum over rows of the share of negatives scored below the item, and the rows.

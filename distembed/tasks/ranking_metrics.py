@@ -102,13 +102,12 @@ class RankingMetrics:
         ]
 
 
-def coverage(best: npt.NDArray[Any], k: int, num_items: int) -> float:
-    """Returns the share of ``num_items`` items that are among the best k of any query.
+def coverage(best: npt.NDArray[Any], num_items: int) -> float:
+    """Returns the share of ``num_items`` items that are among ``best``, the best k items of any query.
 
-    ``best`` are the best items of each query ``[queries, at least k]``, the best first; -1 where there were fewer.
+    An item may be in ``best``, of any shape, more than once; -1 is no item.
     """
-    shown = np.unique(best[..., :k])
-    return np.count_nonzero(shown >= 0) / num_items if num_items else float("nan")
+    return np.count_nonzero(np.unique(best) >= 0) / num_items if num_items else float("nan")
 
 
 def coverage_metric(k: int) -> ReportedMetric:

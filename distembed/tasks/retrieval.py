@@ -67,6 +67,7 @@ class RetrievalTask(Task):
     """Finds items for users by a model that returns the vectors of queries and of items."""
 
     batch_fields = (SPARSE_FEATURES,)
+    prediction_outputs = ("users", "best_scores")
 
     def __init__(self, config: RetrievalConfig) -> None:
         self._config = config
@@ -94,6 +95,8 @@ class RetrievalTask(Task):
         self._context = context
         self._item, self._pairs = self._config.item_name, self._config.pair_columns(context.schema)
         manifest = Manifest.load(context.dataset)
+        items = next(feature for feature in context.schema.categorical if feature.name == self._item)
+        self.distinct_outputs = {"best": items.num_embeddings}
         self._reserved = reserved_ids(manifest, self._item)
         self._reserved_users = () if self._config.user is None else reserved_ids(manifest, self._config.user)
         self._user_items: dict[tuple[str, ...], UserItems] = {}
@@ -366,8 +369,7 @@ class RetrievalTask(Task):
         """
         metrics = seen_items_metrics(self._config.excludes_seen, rows) | self._unknown
         metrics |= self._metrics.means(rows["metrics"])
-        best = self._num_best
-        return metrics | {f"coverage@{best}": coverage(rows["best"], best, len(self.catalogue))}
+        return metrics | {f"coverage@{self._num_best}": coverage(rows["best"], len(self.catalogue))}
 
     def training_sums(self, outputs: Outputs) -> Outputs:
         """Returns nothing: the loss says how training goes."""

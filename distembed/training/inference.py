@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from distembed.base.errors import DamagedCheckpoint, RunError, UserError
 from distembed.base.files import whole_file
@@ -25,6 +24,7 @@ from distembed.optim.config import SparseOptimizerConfig
 from distembed.tasks.base import Outputs, Rows
 from distembed.training.build import Blueprint, TrainingState, build_training_state
 from distembed.training.config import Config
+from distembed.training.metric_rows import MetricRows
 from distembed.training.pipeline import prepared_batch
 from distembed.training.prediction_columns import PredictionColumns, RankOrder, recommended_values
 from distembed.training.resume import find_checkpoint
@@ -92,17 +92,14 @@ EVALUATION_BATCH_SIZE = 8192
 
 
 def score_split(state: TrainingState, dataset: str, split: str, ranks: Ranks) -> Rows:
-    """Returns, on rank 0, the task's outputs of all rows of a split, in their order, by name.
+    """Returns, on rank 0, the outputs of all rows of a split that the task's metrics take, in the rows' order, by name.
 
     Other ranks get the same names without rows. All ranks call it.
     """
-    outputs: dict[str, list[Tensor]] = {name: [] for name in state.task.outputs}
-    for batch_outputs in score_batches(state, dataset, split, ranks):
-        for name, values in batch_outputs.items():
-            outputs[name].append(values)
-    # ranks have equally many batches, some maybe empty: without any batch, no rank has tensors to concatenate
-    rows = {name: torch.cat(values) if values else torch.empty(0) for name, values in outputs.items()}
-    return {name: ranks.gather_rows(values) for name, values in rows.items()}
+    rows = MetricRows(state.task)
+    for outputs in score_batches(state, dataset, split, ranks):
+        rows.add(outputs)
+    return rows.gathered(ranks)
 
 
 def score_batches(state: TrainingState, dataset: str, split: str, ranks: Ranks) -> Iterator[Outputs]:

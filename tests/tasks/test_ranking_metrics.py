@@ -82,9 +82,9 @@ def test_no_queries_have_no_metrics() -> None:
 
 def test_coverage_counts_each_item_once() -> None:
     best = np.array([[5, 2, 7], [2, 5, -1], [9, 2, 5]])
-    assert coverage(best, 1, 10) == 3 / 10
-    assert coverage(best, 3, 8) == 4 / 8
-    assert coverage(np.empty((0, 3), np.int64), 3, 8) == 0
+    assert coverage(best[:, :1], 10) == 3 / 10
+    assert coverage(best, 8) == coverage(np.array([2, 5, 7, 9]), 8) == 4 / 8
+    assert coverage(np.empty((0, 3), np.int64), 8) == 0
     assert coverage_metric(10).name == "coverage@10"
 
 
