@@ -34,13 +34,11 @@ class FakeCatalogue:
 def brute_force(
     scores: np.ndarray[Any, Any], relevant: list[int], excluded: list[int], reserved: tuple[int, ...], num_best: int
 ) -> tuple[list[int], list[int]]:
-    """Returns the number of candidates ahead of each relevant item, -1 for an excluded one, and the best, by loops."""
-    ranked = [
-        item for item in range(len(scores)) if item not in excluded and (item in relevant or item not in reserved)
-    ]
+    """Returns the number of candidates ahead of each relevant item, -1 for no candidate, and the best, by loops."""
+    ranked = [item for item in range(len(scores)) if item not in excluded and item not in reserved]
     ranks = []
     for place, own in enumerate(relevant):
-        if own in excluded:
+        if own not in ranked:
             ranks.append(-1)
             continue
         ahead = 0

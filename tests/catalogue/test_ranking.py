@@ -65,6 +65,14 @@ def test_ranks_and_best_items_equal_a_loop(seed: int, num_queries: int, num_item
     require_equal(case.rank(5, most_ids=most_ids), case.expected(5))
 
 
+def test_a_reserved_relevant_item_has_no_rank_and_changes_no_other() -> None:
+    items = torch.tensor([[9.0], [1.0], [3.0], [2.0]])
+    ranking = CatalogueRanking(FakeCatalogue(items, None, 2), (0,), 4)
+    found = ranking.rank(torch.ones(2, 1), jagged([[0, 3], [3]]), jagged([[], []]))
+    assert found.ranks.tolist() == [-1, 1, 1]
+    assert found.best.tolist() == [[2, 3, 1, -1]] * 2
+
+
 def test_blocks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(1, 50, 40)
     monkeypatch.setattr(ranking, "_MOST_SCORES_ON_CPU", 60)

@@ -9,8 +9,9 @@ only counts and the best items go back::
 
 The rank of a relevant item is the number of candidates ahead of it: items of a higher score, and irrelevant items of an
 equal score, since a model that scores all alike has no claim to a good rank. Of relevant items with equal scores, the
-one given first is ahead. A relevant item whose score is NaN comes last. A relevant item that is excluded is no
-candidate and has no rank: the target must not decide which items are ranked.
+one given first is ahead. A relevant item whose score is NaN comes last. A relevant item that is excluded, or whose id
+is reserved for missing or unknown items, is no candidate and has no rank: the target must not decide which items are
+ranked.
 
 In this module the *rank of an item* is its place in a ranking; *this rank*, *all ranks* and *rank 1* are processes.
 
@@ -45,7 +46,7 @@ _LOW = 2**32 - 1
 _LOWEST = -(2**63)  # the key of no item
 
 NOT_RANKED = -1
-"""The rank of a relevant item that is excluded."""
+"""The rank of a relevant item that is excluded or reserved."""
 
 
 class ItemChunks(SharedItems, Protocol):
@@ -72,7 +73,7 @@ class RankedItems:
 
     Attributes:
         ranks: Number of candidates ahead of each relevant item, in the order given; ``NOT_RANKED`` for an excluded
-            item.
+            or reserved item.
         best: The best items of each query, the best first; -1 where there are fewer.
         best_scores: The scores of ``best``; -inf where there are fewer.
     """
@@ -163,12 +164,15 @@ class CatalogueRanking:
 
     def _chunks(self, block: _Block) -> Iterator[_Chunk]:
         """Yields this rank's items in chunks of at most ``block.most_ids``; all ranks call it."""
-        reserved = torch.tensor(self.reserved, dtype=torch.long, device=block.vectors.device)
+        reserved = self._reserved_ids(block)
         bias = self.catalogue.bias
         for chunk in self.catalogue.share().chunks(block.most_ids):
             biases = 0.0 if bias is None else bias[chunk.ids].double()
             vectors = _append_column(chunk.vectors.double(), biases)
             yield _Chunk(chunk.ids, vectors, torch.isin(chunk.ids, reserved))
+
+    def _reserved_ids(self, block: _Block) -> Int64[Tensor, " reserved"]:
+        return torch.tensor(self.reserved, dtype=torch.long, device=block.vectors.device)
 
     def _pair_scores(self, block: _Block) -> Float[Tensor, " relevant"]:
         """Returns the score of each relevant item of a block, for all ranks' queries; all ranks call it.
@@ -193,7 +197,7 @@ class CatalogueRanking:
         items that are neither relevant nor excluded, on the ranks that hold them, and the other relevant items of q.
         """
         relevant, own_pairs = block.relevant, block.relevant_rows.own_place
-        is_excluded = relevant.are_in(block.excluded)
+        is_excluded = relevant.are_in(block.excluded) | torch.isin(relevant.items, self._reserved_ids(block))
         relevant_scores = self._pair_scores(block).masked_fill(is_excluded, -torch.inf)
         num_ahead, best = self._compare_own_items(block, relevant_scores)
         ranks = block.relevant_rows.sum_own(num_ahead)  # reduce-scatter
