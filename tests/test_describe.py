@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,7 +23,10 @@ from distembed.embedding import (
 from distembed.models import MODELS, DCNConfig, DLRMConfig, ModelInputs, SoftOneHotConfig
 from distembed.models.config import CountedModelConfig
 from distembed.models.dlrm_config import LowRankCrossConfig
-from distembed.partitions import PARTITIONS
+from distembed.optim.declared import TableOptimizers
+from distembed.partitions import PARTITIONS, Explicit
+from distembed.planning.storage import whole_table_storage
+from distembed.serving.export.table_groups import ExportStorage
 from distembed.training.config import load_config
 from distembed.training.describe import DescribedTable, describe
 from tests.in_process import in_this_process
@@ -86,6 +90,18 @@ def test_every_model_of_clicks_counts_itself() -> None:
     """Others, of which not all columns have a table, are built to be described."""
     counted = {name for name, config in MODELS.items() if isinstance(config(), CountedModelConfig)}
     assert counted == {"dlrm", "dcn"}
+
+
+def test_stored_rows_of_ids_count_as_bytes_wherever_bytes_are_counted() -> None:
+    scheme = Explicit(1000, [np.arange(1000) % 64, np.arange(1000) % 15], allow_collisions=True)
+    table = CompositionalEmbeddingBagConfig("t", 1000, 8, ["f"], scheme, "concat")
+    codes = sum(4 * (-(-1000 * bits // 32) + 1) for bits in (6, 4))
+    described = DescribedTable(table).as_json()
+    assert described["assignment_bytes"] == codes
+    assert table.memory_bytes == described["bytes"] == (64 * 4 + 15 * 4) * 4 + codes
+    assert described["compression"] == 1000 * 8 * 4 / described["bytes"]
+    assert ExportStorage().bytes(table) == table.memory_bytes
+    assert whole_table_storage(table, TableOptimizers()).weights == table.memory_bytes
 
 
 @pytest.mark.parametrize("composition", COMPOSITIONS)

@@ -264,8 +264,18 @@ class CompositionalEmbeddingConfig:
 
     @property
     def memory_bytes(self) -> int:
-        """The bytes of all parameters, without optimizer state."""
-        return sum(part.num_bytes for part in self.partition_tables())
+        """The bytes of all parameters and of stored rows of ids (``explicit``), without optimizer state."""
+        return sum(part.num_bytes for part in self.partition_tables()) + self.scheme.assignment_bytes
+
+    @property
+    def full_bytes(self) -> int:
+        """The bytes of the full table of these ids, in the vectors' data type."""
+        return self.num_embeddings * self.embedding_dim * self.bytes_per_number
+
+    @property
+    def compression(self) -> float:
+        """The bytes of the full table over the bytes of this one."""
+        return self.full_bytes / self.memory_bytes
 
 
 @dataclass(frozen=True)

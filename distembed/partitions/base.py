@@ -167,6 +167,11 @@ class Partition(ABC):
         return type(self)(num_embeddings, **self.grown_settings(num_embeddings))
 
     @property
+    def assignment_bytes(self) -> int:
+        """The bytes of stored rows of ids; 0 for a scheme that computes them."""
+        return 0
+
+    @property
     def total_rows(self) -> int:
         """The number of rows of all k partitions together."""
         return sum(self.num_rows)

@@ -1,8 +1,9 @@
 """Explicit: partitions given as arrays, like the make, year and type of a car (Shi et al., KDD 2020, section 3.1).
 
 ``p_j(x) = a_j[x]``, where assignment ``a_j`` holds the row of every id. Trade-off: ids that share a property share a
-row, so that rare ids learn from similar ones; but k numbers an id are stored, and only a look at every id tells whether
-the partitions are complementary: each id's rows become one key, and keys are sorted (16 bytes an id).
+row, so that rare ids learn from similar ones; but k numbers an id are stored, in the bits that they need
+(:mod:`distembed.partitions.packed`), and only a look at every id tells whether the partitions are complementary: each
+id's rows become one key, and keys are sorted (16 bytes an id).
 
 A Parquet file is read column by column, in batches and twice: first its distinct values are collected, then numbered.
 """
@@ -28,12 +29,14 @@ from distembed.base.errors import UserError
 from distembed.base.lazy import torch
 from distembed.base.names import STRICT, one_of
 from distembed.partitions.base import MAX_NUM_EMBEDDINGS, Partition, require_positive
+from distembed.partitions.packed import PackedRows
 from distembed.partitions.settings import SchemeSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_STORED_AS = (np.uint8, np.int16, np.int32, np.int64)
+_UNPACKED_AS = {8: "uint8", 15: "int16", 31: "int32", 63: "int64"}
+"""The dtype of unpacked rows, by the most bits of a row."""
 _CHUNK_IDS = 2**14
 """The number of ids that the inverse compares at once, few enough for the processor's cache."""
 _BATCH_ROWS = 2**20
@@ -55,7 +58,7 @@ class Explicit(Partition):
     Args:
         num_embeddings: The number of ids, n.
         assignments: Integer arrays (numpy or torch) of length n, one for each partition; entry x is the row of id x.
-            They are copied, at the smallest width that holds their rows.
+            They are copied, in the bits that their largest row needs.
         num_rows: The number of rows of each assignment; unless given, one above its largest row.
         allow_collisions: Whether ids may have the same rows, as in a hashed table.
 
@@ -88,14 +91,27 @@ class Explicit(Partition):
             for j, (rows, bound) in enumerate(zip(assignments, bounds, strict=True))
         ]
         self.num_rows = tuple(bound for _, bound in stored)
-        self.assignments = tuple(rows for rows, _ in stored)
-        self._copies = {torch.device("cpu"): self.assignments}
+        self._packed = tuple(rows for rows, _ in stored)
+        self._copies = {torch.device("cpu"): self._packed}
         if not allow_collisions:
             self._require_complementary()
 
     def _identity(self) -> dict[str, Any]:
         """Returns the assignments, without copies on other devices and cached collisions."""
-        return {"assignments": self.assignments, "num_rows": self.num_rows}
+        packed = [(rows.bits, rows.num_codes, rows.words) for rows in self._packed]
+        return {"num_embeddings": self.num_embeddings, "packed": packed, "num_rows": self.num_rows}
+
+    @property
+    def assignments(self) -> tuple[Tensor, ...]:
+        """The row of every id in each partition, unpacked, in the smallest integer dtype."""
+        return tuple(
+            rows.first(self.num_embeddings, _unpacked_dtype(bound))
+            for rows, bound in zip(self._packed, self.num_rows, strict=True)
+        )
+
+    @property
+    def assignment_bytes(self) -> int:
+        return sum(rows.num_bytes for rows in self._packed)
 
     @classmethod
     def from_parquet(
@@ -150,11 +166,11 @@ class Explicit(Partition):
         return int(changed.byte().argmax()) if changed.any() else None
 
     def rows(self, ids: Int64[Tensor, "*shape"]) -> Int64[Tensor, "k *shape"]:
-        if not isinstance(ids, torch.Tensor):  # torch.fx traces it: no device is known yet
-            return torch.stack([torch.take(rows.to(ids), ids) for rows in self.assignments])
+        if not isinstance(ids, torch.Tensor):  # torch.fx traces it
+            return torch.stack([rows.take(ids) for rows in self._packed])
         if ids.device not in self._copies:
-            self._copies[ids.device] = tuple(rows.to(ids.device) for rows in self.assignments)
-        return torch.stack([rows[ids].long() for rows in self._copies[ids.device]])
+            self._copies[ids.device] = tuple(rows.to(ids.device) for rows in self._packed)
+        return torch.stack([rows.take(ids) for rows in self._copies[ids.device]])
 
     def colliding_ids(self) -> tuple[int, int] | None:
         return self._collision
@@ -167,7 +183,7 @@ class Explicit(Partition):
     def _collision(self) -> tuple[int, int] | None:
         # by the pigeonhole principle, the first ids hold a collision already where there are more ids than tuples
         num_ids = min(self.num_embeddings, math.prod(self.num_rows) + 1)
-        keys = _keys([rows[:num_ids] for rows in self.assignments], self.num_rows)
+        keys = _keys([rows.first(num_ids) for rows in self._packed], self.num_rows)
         in_order = np.sort(keys)
         repeats = in_order[1:][in_order[1:] == in_order[:-1]]
         if not len(repeats):
@@ -184,7 +200,7 @@ class Explicit(Partition):
     def _require_complementary(self) -> None:
         pair = self.colliding_ids()
         if pair is not None:
-            rows = tuple(int(assigned[pair[0]]) for assigned in self.assignments)
+            rows = tuple(self.rows(torch.tensor(pair[0])).tolist())
             raise UserError(
                 f"explicit: the assignments of {' x '.join(map(str, self.num_rows))} rows are not complementary for "
                 f"num_embeddings={self.num_embeddings}: ids {pair[0]} and {pair[1]} have the same rows, {rows}. Add an "
@@ -205,8 +221,8 @@ class Explicit(Partition):
         for start in range(0, self.num_embeddings if row_tuples.numel() else 0, _CHUNK_IDS):
             stop = min(start + _CHUNK_IDS, self.num_embeddings)
             ids, nodes = torch.arange(start, stop), torch.zeros(stop - start, dtype=torch.int64)
-            for assigned, bound, prefixes in zip(self.assignments, self.num_rows, levels, strict=True):
-                keys = nodes * bound + assigned[ids]
+            for assigned, bound, prefixes in zip(self._packed, self.num_rows, levels, strict=True):
+                keys = nodes * bound + assigned.take(ids)
                 nodes = torch.searchsorted(prefixes, keys).clamp(max=len(prefixes) - 1)
                 has_prefix = prefixes[nodes] == keys
                 ids, nodes = ids[has_prefix], nodes[has_prefix]
@@ -238,8 +254,8 @@ def _read(
 
 def _checked_copy(
     field: str, rows: Any, num_embeddings: int, bound_field: str, bound: int | None
-) -> tuple[Tensor, int]:
-    """Returns a copy of an assignment in the smallest integer dtype, and its number of rows.
+) -> tuple[PackedRows, int]:
+    """Returns a packed copy of an assignment, and its number of rows.
 
     A UserError, in which ``field`` and ``bound_field`` name both, refuses other types, lengths and rows.
     """
@@ -258,8 +274,13 @@ def _checked_copy(
             f"{field}[{position}] is {int(values[position])}; rows lie between 0 and {bound - 1} "
             f"({bound_field}={bound})."
         )
-    width = next(width for width in _STORED_AS if np.iinfo(width).max >= bound - 1)
-    return torch.from_numpy(values.astype(width)), bound
+    return PackedRows.of(values), bound
+
+
+def _unpacked_dtype(num_rows: int) -> torch.dtype:
+    name = next(name for bits, name in _UNPACKED_AS.items() if (num_rows - 1).bit_length() <= bits)
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def _integer_array(field: str, rows: Any) -> NDArray[Any]:

@@ -10,6 +10,8 @@ tables with gradients in all     the dense optimizer
 rows (``dense_gradient``)
 ================================ ==========================================================
 
+A rank with a part of an ``explicit`` table also stores the rows of all ids, which count as weights.
+
 Partitions of the kernels ``fused_uvm`` and ``fused_uvm_caching`` lie in host memory. The device keeps the optimizer's
 numbers per row, and the cache with FBGEMM's notes on it.
 """
@@ -40,7 +42,7 @@ _Part = tuple[str, tuple[tuple[int, int], ...]]
 class TableStorage:
     """Bytes of one table on one rank; ``host_`` fields are in host memory, all others on the device."""
 
-    weights: int = 0  # vectors and functions
+    weights: int = 0  # vectors, functions and stored rows of ids
     optimizer_state: int = 0
     gradients: int = 0  # of parameters that torch updates after the backward pass
     cache: int = 0  # device cache of vectors in host memory
@@ -83,7 +85,7 @@ def storage_by_rank(
     @cache
     def stored(rank_parts: tuple[_Part, ...]) -> TableStorage:
         shards = [_sharded_storage(table, part, optimizers, cache_ratio) for part in rank_parts]
-        return total_storage([replicated, *shards])
+        return total_storage([replicated, *shards, _assignments(table)])
 
     ranks = range(world_size) if placement.replicated else parts_by_rank
     return {rank: stored(tuple(parts_by_rank.get(rank, ()))) for rank in ranks}
@@ -101,7 +103,8 @@ def slice_storage(
         for part in table_slice.partitions
         if part.kernel is not None
     ]
-    return total_storage(_sharded_storage(table_slice.table, part, optimizers, cache_ratio) for part in parts)
+    shards = [_sharded_storage(table_slice.table, part, optimizers, cache_ratio) for part in parts]
+    return total_storage([*shards, _assignments(table_slice.table)])
 
 
 def replicated_storage(
@@ -125,7 +128,12 @@ def whole_table_storage(table: CompositionalEmbeddingConfig, optimizers: TableOp
         _parameter([(part.num_rows, part.dim)], table.bytes_per_number, optimizer.sparse, optimizer.is_fused)
         for part in table.lookup_tables()
     ]
-    return total_storage([functions, *vectors])
+    return total_storage([functions, *vectors, _assignments(table)])
+
+
+def _assignments(table: CompositionalEmbeddingConfig) -> TableStorage:
+    """Returns the bytes of the stored rows of a table's ids, which a rank has once for all of its parts."""
+    return TableStorage(weights=table.scheme.assignment_bytes)
 
 
 def _sharded_storage(

@@ -41,19 +41,15 @@ class DescribedTable:
         return self.config.combine.name if len(self.config.scheme.num_rows) > 1 else None
 
     @property
-    def compression(self) -> float:
-        """The number of parameters of the full table over that of this one."""
-        return self.config.num_embeddings * self.config.embedding_dim / self.config.num_parameters
-
-    @property
     def is_plain(self) -> bool:
         """Whether ids are rows as they are, without a partition and a hash."""
         return self.config.scheme.name == "naive" and self.config.pre_hash is None
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the table in plain values: ``dims`` are the numbers in a row of each partition, ``bytes`` of weights.
+        """Returns the table in plain values: ``dims`` are the numbers in a row of each partition.
 
-        ``vectors`` is the number of vectors that an id gives. There is a ``data_type`` where it is not fp32.
+        ``bytes`` are of weights and of stored rows of ids; ``assignment_bytes`` are of these rows alone. ``vectors`` is
+        the number of vectors that an id gives. There is a ``data_type`` where it is not fp32.
         """
         table = self.config
         half = {} if table.data_type == "FP32" else {"data_type": table.data_type.lower()}
@@ -72,7 +68,8 @@ class DescribedTable:
             "hash_seed": None if table.pre_hash is None else table.pre_hash.seed,
             "parameters": table.num_parameters,
             "bytes": table.memory_bytes,
-            "compression": self.compression,
+            "assignment_bytes": table.scheme.assignment_bytes,
+            "compression": table.compression,
             "complementary": table.scheme.is_complementary(),
             "ids_per_row": table.scheme.ids_per_row,
             "full_because": self.reason_full,
@@ -130,7 +127,7 @@ class Description:
 
     @property
     def embedding_bytes(self) -> int:
-        """The bytes of the weights of all embedding tables, without optimizer state."""
+        """The bytes of the weights and stored rows of ids of all embedding tables, without optimizer state."""
         return sum(table.config.memory_bytes for table in self.tables)
 
     @property
@@ -145,8 +142,7 @@ class Description:
     @property
     def full_embedding_bytes(self) -> int:
         """The bytes of the weights that the tables would have if none were compressed."""
-        tables = [table.config for table in self.tables]
-        return sum(own.num_embeddings * own.embedding_dim * own.bytes_per_number for own in tables)
+        return sum(table.config.full_bytes for table in self.tables)
 
     @property
     def num_dense_parameters(self) -> int:
@@ -270,7 +266,7 @@ def _embedding_rows(description: Description) -> Table:
             str(table.embedding_dim),
             f"{table.num_parameters:,}",
             format_bytes(table.memory_bytes),
-            f"{described.compression:.2f}x",
+            f"{table.compression:.2f}x",
         )
     return rows
 

@@ -48,7 +48,7 @@ class ExportStorage:
         ]
         width = table.num_vectors * table.embedding_dim
         full = _stored_bytes(table.num_embeddings, width, self.precision)
-        return {"compositional": sum(parts), "materialised": full}
+        return {"compositional": sum(parts) + table.scheme.assignment_bytes, "materialised": full}
 
     def form(self, table: CompositionalEmbeddingConfig) -> TableForm:
         """Returns the form in which a table is stored."""

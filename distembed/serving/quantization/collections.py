@@ -167,9 +167,10 @@ class QuantizedTables(nn.Module, Generic[TableT]):
         return self._output_dtype
 
     def memory_bytes(self) -> int:
-        """Returns the bytes of quantised rows, including FBGEMM's padding of rows, and of the functions of paths."""
-        functions = sum(function.nbytes for function in self.functions.values())
-        return functions + sum(_quantized_bytes(lookups) for lookups in self.lookups.values())
+        """Returns the bytes of quantised rows with FBGEMM's padding, functions of paths, and stored assignments."""
+        others = sum(function.nbytes for function in self.functions.values())
+        others += sum(table.scheme.assignment_bytes for table in self._tables)
+        return others + sum(_quantized_bytes(lookups) for lookups in self.lookups.values())
 
     @property
     def device(self) -> torch.device:
