@@ -11,8 +11,8 @@ softmax over candidates that all rows of the step share, on all ranks: the items
 catalogue (the logQ correction; with both sources, mixed negative sampling). The row's own item is no draw, and is not
 corrected (Khrylchenko et al., RecSys 2025).
 
-The loss of a step is the mean over its rows, of rows without a pair 0, divided by the share of pairs in the training
-split: about the mean over pairs.
+Rows without a pair are left out before their ids are looked up. The loss of a step is the sum over its pairs, divided
+by the number of its rows and by the share of pairs in the training split: about the mean over pairs.
 
 The catalogue has each item of any split, with the features of its last row in the training split, or else in another
 split. An evaluation computes the vectors of all items, then ranks all of them exactly for each query.
@@ -101,7 +101,8 @@ class RetrievalTask(Task):
         self._reserved_users = () if self._config.user is None else reserved_ids(manifest, self._config.user)
         self._user_items: dict[tuple[str, ...], UserItems] = {}
         self._unknown: dict[str, int] = {}
-        self.scored_items = ItemVectors()
+        self._group = dist.group.WORLD if context.ranks.world_size > 1 else None
+        self.scored_items = ItemVectors(self._group)
 
     @property
     def _started(self) -> TaskContext:
@@ -196,27 +197,31 @@ class RetrievalTask(Task):
         return []
 
     def prepare_batch(self, batch: Batch, position: BatchPosition | None) -> Batch:
-        """Returns the batch with the weights of its rows, the ids of its items, and drawn items of the catalogue.
+        """Returns the pairs of the batch with their weights and the ids of their items, and drawn items.
 
-        A batch of an evaluation, ``position`` None, has a query for each pair alone, with its item as the relevant one.
+        Rows without a pair are left out, so that no table, tower or collective has them; a rank may have no row. A
+        batch of an evaluation, ``position`` None, has a query for each pair, with its item as the relevant one.
         """
         features = batch[SPARSE_FEATURES]
         assert isinstance(features, KeyedJaggedTensor)
-        items = features[self._item].values().long().clone()  # SSE may replace the ids in place
+        items = features[self._item].values().long()
         is_pair = self._is_pair(batch, items)
         if position is None:
             relevant = JaggedTensor(items[is_pair], lengths=torch.ones(int(is_pair.sum()), dtype=torch.int64))
             none = JaggedTensor(items[:0], lengths=torch.zeros_like(relevant.lengths()))
             rows = FeatureRows.of(batch, self._started.schema).without(self._config.item_side)
             return self._queries(rows.where(is_pair.numpy()), relevant, none)
-        self.scored_items = ItemVectors()  # frees the item vectors of the last evaluation
-        fields = {**batch.fields, WEIGHTS: is_pair.float() / self._pair_share, ITEM_IDS: items}
+        self.scored_items = ItemVectors(self._group)  # frees the item vectors of the last evaluation
+        parts, ids = [FeatureRows.of(batch, self._started.schema).where(is_pair.numpy())], [items[is_pair]]
+        weights = torch.full(ids[0].shape, 1 / self._pair_share)
         if self._num_negatives:
-            first, stop = self._shares(self._num_negatives)[self._started.ranks.rank]
+            ranks = self._started.ranks
+            first, stop = (rank * self._num_negatives // ranks.world_size for rank in (ranks.rank, ranks.rank + 1))
             drawn = self._draws.draw_for_all(position.step, first, stop - first, 1).flatten()
             rows = self.catalogue.batch(self.catalogue.positions(drawn.numpy()))
-            parts = FeatureRows.of(batch, self._started.schema), FeatureRows.of(rows, self.catalogue.schema)
-            fields |= {**stacked(self._started.schema, *parts), ITEM_IDS: torch.cat([items, drawn])}
+            parts.append(FeatureRows.of(rows, self.catalogue.schema))
+            ids.append(drawn)
+        fields = {**stacked(self._started.schema, *parts), WEIGHTS: weights, ITEM_IDS: torch.cat(ids)}
         return Batch(fields, batch.global_batch_size)
 
     def _is_pair(self, batch: Batch, items: Int64[Tensor, " rows"]) -> Bool[Tensor, " rows"]:
@@ -228,18 +233,13 @@ class RetrievalTask(Task):
         assert isinstance(labels, Tensor)
         return is_pair & (labels == 1)
 
-    def _shares(self, count: int) -> list[tuple[int, int]]:
-        """Returns the first and the last + 1 of each rank's share of ``count`` rows, as the reader divides a batch."""
-        num_ranks = 1 if self._context is None else self._context.ranks.world_size
-        return [(rank * count // num_ranks, (rank + 1) * count // num_ranks) for rank in range(num_ranks)]
-
     def step(self, outputs: TowerVectors, batch: Batch) -> tuple[Tensor, Outputs]:
         weights = batch[WEIGHTS]
         assert isinstance(weights, Tensor)
-        candidates = self._candidates(outputs.items.float(), weights, batch)
+        candidates = self._candidates(outputs.items.float(), batch)
         return (candidates.cross_entropy(outputs.queries.float()) * weights).sum(), {}
 
-    def _candidates(self, items: Float[Tensor, "rows dim"], weights: Tensor, batch: Batch) -> BatchCandidates:
+    def _candidates(self, items: Float[Tensor, "rows dim"], batch: Batch) -> BatchCandidates:
         """Returns the candidate items of a step, gathered from all ranks; all ranks call it."""
         if self._context is None:  # not started: the planner's estimate of a step, whose values are not used
             num_candidates = batch.global_batch_size + self._num_negatives
@@ -247,19 +247,14 @@ class RetrievalTask(Task):
             return BatchCandidates(Items(torch.arange(num_candidates), gathered), items.new_zeros(num_candidates))
         ids = batch[ITEM_IDS]
         assert isinstance(ids, Tensor)
-        rows, drawn = self._shares(batch.global_batch_size), self._shares(self._num_negatives)
-        counts = [stop - first + end - begin for (first, stop), (begin, end) in zip(rows, drawn, strict=True)]
-        ranks = RankRows(counts, dist.group.WORLD if len(counts) > 1 else None)
-        is_row = torch.arange(len(ids), device=ids.device) < len(weights)
-        is_pair = torch.cat([weights > 0, is_row.new_zeros(len(ids) - len(weights))])
-        ids, is_draw, is_pair = ranks.gather(torch.stack([ids, (is_pair | ~is_row).long(), is_pair.long()], 1)).unbind(
-            1
-        )
+        ranks = RankRows.of(len(ids), ids.device, self.scored_items)
+        ids = ranks.gather(ids)
         log_frequencies, log_drawn = (shares[ids] for shares in self._log_shares)
-        log_counts = (is_pair.sum() - 1).clamp(min=0).float().log() + log_frequencies
+        num_others = len(ids) - self._num_negatives - 1
+        log_counts = log_frequencies + (math.log(num_others) if num_others > 0 else -math.inf)
         if self._num_negatives:
             log_counts = torch.logaddexp(log_counts, log_drawn + math.log(self._num_negatives))
-        shifts = (math.log(max(1, len(ids))) - log_counts).masked_fill(is_draw == 0, torch.inf)
+        shifts = math.log(max(1, len(ids))) - log_counts
         vectors = gather_with_gradients(items, ranks)
         return BatchCandidates(Items(ids, vectors), shifts, first=ranks.own_place.start)
 
@@ -267,8 +262,7 @@ class RetrievalTask(Task):
         """Yields this rank's batches of the catalogue's items, whose vectors :meth:`evaluate` then stores."""
         ranks = self._started.ranks
         steps = list(BatchShares(len(self.catalogue), batch_size, ranks.world_size).steps(ranks.rank))
-        group = dist.group.WORLD if ranks.world_size > 1 else None
-        self.scored_items = ItemVectors(group, sum(map(len, steps)))
+        self.scored_items = ItemVectors(self._group, sum(map(len, steps)))
         for rows in steps or [range(0)]:
             yield self.item_batch(np.arange(rows.start, rows.stop))
 

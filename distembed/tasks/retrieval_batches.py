@@ -18,6 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.data.dataset.schema import DENSE_FEATURES, SPARSE_FEATURES, Schema
 from distembed.data.reader.batch import Batch
+from distembed.data.single_ids import mark_single_ids
 from distembed.tasks.sequence_batches import columns, jagged
 
 
@@ -50,6 +51,8 @@ class FeatureRows:
 
     def where(self, is_kept: NDArray[np.bool_]) -> "FeatureRows":
         """Returns some of the rows."""
+        if is_kept.all():
+            return self
         ids = {
             name: (values[torch.from_numpy(np.repeat(is_kept, lengths))], lengths[is_kept])
             for name, (values, lengths) in self.ids.items()
@@ -69,4 +72,7 @@ def stacked(schema: Schema, *parts: FeatureRows) -> dict[str, Tensor | KeyedJagg
     dense = torch.zeros(num_rows, len(schema.dense))
     for column, name in enumerate(schema.dense):
         torch.cat([part.numbers.get(name, torch.zeros(part.num_rows)) for part in parts], out=dense[:, column])
-    return {DENSE_FEATURES: dense, SPARSE_FEATURES: jagged(ids, num_rows)}
+    features = jagged(ids, num_rows)
+    if not any(feature.multi_hot for feature in schema.categorical):  # so on all ranks, and in every batch
+        mark_single_ids(features)
+    return {DENSE_FEATURES: dense, SPARSE_FEATURES: features}

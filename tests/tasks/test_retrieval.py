@@ -132,11 +132,19 @@ def features_of_items(dataset: Path) -> dict[int, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("loss", "normalize", "most_scores"), [("in_batch", True, 2**25), ("sampled", False, 2**25), ("sampled", True, 40)]
+    ("kind", "loss", "normalize", "most_scores"),
+    [("plain", "in_batch", True, 2**25), ("hard", "sampled", False, 2**25), ("plain", "sampled", True, 40)],
 )
 def test_a_step_equals_one_in_float64(
-    dataset: Path, tmp_path: Path, loss: str, normalize: bool, most_scores: int, monkeypatch: pytest.MonkeyPatch
+    datasets: dict[str, Path],
+    tmp_path: Path,
+    kind: str,
+    loss: str,
+    normalize: bool,
+    most_scores: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    dataset = datasets[kind]
     monkeypatch.setattr("distembed.tasks.catalogue.softmax._MOST_SCORES", most_scores)
     num_rows, num_drawn = 16, 7 if loss == "sampled" else 0
     settings = {"loss": loss, **({"num_negatives": 7, "negative_exponent": 0.5} if num_drawn else {})}
@@ -146,25 +154,30 @@ def test_a_step_equals_one_in_float64(
     total, _ = task.step(model(*[batch[name] for name in model.batch_fields]), batch)
     total.backward()
 
-    pairs = [row for row in rows_of(dataset, "train") if row["label"]]
+    def is_pair(row: dict[str, Any]) -> bool:
+        return bool(row["label"]) and row["film"] not in RESERVED
+
+    pairs = [row for row in rows_of(dataset, "train") if is_pair(row)]
     counts = {item: sum(row["film"] == item for row in pairs) for item in features_of_items(dataset)}
     drawn_weights = {item: max(count, 1) ** 0.5 for item, count in counts.items()}
     frequency = {item: count / len(pairs) for item, count in counts.items()}
     probability = {item: weight / sum(drawn_weights.values()) for item, weight in drawn_weights.items()}
-    drawn = batch[ITEM_IDS][num_rows:].tolist()
+    own = [row for row in rows if is_pair(row)]
+    drawn = batch[ITEM_IDS][len(own) :].tolist()
     assert len(drawn) == num_drawn and set(drawn) <= counts.keys()
-    candidates = [row for row in rows if row["label"]] + [features_of_items(dataset)[item] for item in drawn]
-    num_pairs = sum(row["label"] for row in rows)
-    assert 1 < num_pairs < num_rows
+    candidates = own + [features_of_items(dataset)[item] for item in drawn]
+    num_pairs = len(own)
+    assert 1 < num_pairs < num_rows and len(batch[WEIGHTS]) == num_pairs
+    assert batch[SPARSE_FEATURES].stride() == num_pairs + num_drawn  # neither looked up nor computed
     equations = Equations(model, normalize, 0.3)
     expected = torch.zeros((), dtype=torch.float64)
-    for row in (row for row in rows if row["label"]):
-        own, terms = equations.score(row, row), []
+    for row in own:
+        own_score, terms = equations.score(row, row), []
         for other in (other for other in candidates if other["film"] != row["film"]):
             item = other["film"]
             count = (num_pairs - 1) * frequency[item] + num_drawn * probability[item]
             terms.append(equations.score(row, other).exp() / count)
-        expected = expected + (own.exp() + sum(terms)).log() - own
+        expected = expected + (own_score.exp() + sum(terms)).log() - own_score
     expected = expected / (len(pairs) / len(rows_of(dataset, "train")))
     expected.backward()
     assert total.item() == pytest.approx(expected.item(), rel=1e-5)
@@ -187,7 +200,19 @@ def test_a_step_without_two_pairs_has_no_loss_against_other_rows(dataset: Path, 
         total, _ = task.step(model(*[prepared[name] for name in model.batch_fields]), prepared)
         total.backward()
         assert total.item() == 0
-    assert prepared[WEIGHTS].count_nonzero() == 1 and len(prepared[SPARSE_FEATURES]["film"].values()) == 8
+        assert len(prepared[WEIGHTS]) == prepared[SPARSE_FEATURES].stride() == sum(labels)
+
+
+@pytest.mark.thorough
+@pytest.mark.distributed
+def test_ranks_without_a_pair_train_as_one(datasets: dict[str, Path], tmp_path: Path) -> None:
+    train = {"batch_size": 6, "epochs": 1}
+    config = write_config(tmp_path / "config.yaml", datasets["hard"], train=train)
+    pairs = [row["label"] == 1 and row["film"] not in RESERVED for row in rows_of(datasets["hard"], "train")]
+    assert np.mean(pairs) < 0.4  # of 2 rows a rank, one step in three has none on a rank
+    call("train", config, "--run-dir", tmp_path / "one")
+    distembed("train", config, "--run-dir", tmp_path / "three", ranks=3)
+    assert losses(tmp_path / "three") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
 
 
 @pytest.mark.thorough
