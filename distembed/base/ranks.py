@@ -231,7 +231,7 @@ class Collectives:
 
     @classmethod
     def in_own_group(cls) -> "Collectives":
-        """Returns collectives in a new gloo group, for a thread that works during training; all ranks call it.
+        """Returns collectives in a new gloo group: for a thread, or so that no rank waits for a GPU; all ranks call it.
 
         Its timeout is hours: a rank may write its part of a checkpoint long after other ranks have finished theirs.
         """
@@ -244,6 +244,12 @@ class Collectives:
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.group)
         return values
+
+    def gather_counts(self, count: int) -> list[int]:
+        """Returns each rank's count, on every rank, in one collective of a gloo group; all ranks call it."""
+        counts = torch.zeros(self.world_size, dtype=torch.int64)
+        dist.all_gather(list(counts.split(1)), torch.tensor([count]), group=self.group)
+        return counts.tolist()
 
     def scatter(self, values: Sequence[T] | None) -> T:
         """Returns element ``rank`` of rank 0's ``values``, one for each rank; all ranks call it, others with None."""

@@ -8,7 +8,7 @@ weighs alike on any number of ranks, and the loss of a batch is about the mean o
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +19,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from distembed.base.ranks import Collectives
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.schema import (
     DENSE_SEQUENCES,
@@ -56,6 +57,8 @@ SEEN = "seen"
 """Name of the field of an evaluation's batch that has the items of each row before its target."""
 NO_TARGETS = "no_targets"
 """Name of a field of ones [rows] that marks a batch to predict: targets of its rows are placeholders, not known."""
+NUM_TARGETS = "num_targets"
+"""Name of the numbers of targets of each rank in :attr:`Batch.counts_by_rank`."""
 LOG_PROBABILITIES = "log_probabilities"
 """Name of the field that has the logarithm of the probability with which each negative was drawn."""
 
@@ -91,10 +94,16 @@ class NextItemTask(Task):
         self.prediction_columns, self.id_columns = prediction_columns(self._num_best), id_columns(self._num_best)
         self._targets_per_row = 1.0
         self._context: TaskContext | None = None
+        self._on_hosts: Collectives | None = None
 
     def start(self, context: TaskContext) -> None:
-        """Stores the dataset's list columns, and makes the modules that replace ids of targets and negatives (SSE)."""
+        """Stores the dataset's list columns, and makes the modules that replace ids of targets and negatives (SSE).
+
+        Several ranks of a softmax make a group, in which they exchange their numbers of targets; all of them call it.
+        """
         self._context = context
+        if self._config.loss == "softmax" and context.ranks.world_size > 1:
+            self._on_hosts = Collectives.in_own_group()
         items = next(feature for feature in context.schema.categorical if feature.name == ITEM)
         self._num_items = items.num_embeddings
         self.distinct_outputs = {"best": self._num_items}
@@ -140,7 +149,8 @@ class NextItemTask(Task):
     def prepare_batch(self, batch: Batch, position: BatchPosition | None) -> Batch:
         """Returns a batch of the model's inputs, with targets, and with negatives where the loss needs them.
 
-        A batch of an evaluation (``position`` is None) gets seen items, no negatives, and no replaced ids.
+        A batch of an evaluation (``position`` is None) gets seen items, no negatives, and no replaced ids. All ranks
+        call it for training.
         """
         features = _jagged_field(batch, SPARSE_FEATURES)
         lengths = item_lengths(features)
@@ -167,7 +177,12 @@ class NextItemTask(Task):
         if position is None:
             seen = feature_columns[ITEM][0][torch.from_numpy(cuts.seen.entries)], cuts.seen.counts
             fields[SEEN] = jagged({ITEM: seen}, num_rows)
-        return Batch(fields, batch.global_batch_size)
+        counts_by_rank: dict[str, Sequence[int]] = {}
+        if position is not None and self._on_hosts is not None:
+            # here, a step ahead and on the hosts: within the step, the host would wait for a GPU to know the sizes of
+            # the tensors to gather
+            counts_by_rank[NUM_TARGETS] = self._on_hosts.gather_counts(len(targets))
+        return Batch(fields, batch.global_batch_size, counts_by_rank)
 
     def prediction_batch(self, batch: Batch) -> Batch:
         """Returns a batch of sequences whose next item is not known: all of their items are inputs, and seen items."""
@@ -230,7 +245,9 @@ class NextItemTask(Task):
 
     def _softmax_losses(self, queries: Queries, batch: Batch) -> Float[Tensor, " queries"]:
         targets = feature_values(_jagged_field(batch, SPARSE_FEATURES), ITEM_TARGET)
-        return catalogue_cross_entropy(queries.catalogue, queries.vectors, targets)
+        return catalogue_cross_entropy(
+            queries.catalogue, queries.vectors, targets, batch.counts_by_rank.get(NUM_TARGETS)
+        )
 
     def _binary_losses(self, queries: Queries, batch: Batch) -> Float[Tensor, " queries"]:
         """Returns ``-log sigmoid(s_target) - sum log(1 - sigmoid(s_negative))`` (Kang and McAuley, equation 6)."""

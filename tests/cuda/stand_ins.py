@@ -13,7 +13,9 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocati
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchrec.distributed import batched_embedding_kernel
+from torchrec.distributed.model_parallel import DefaultDataParallelWrapper
 
+from distembed.base.ranks import Collectives, Ranks
 from distembed.sharding.collection import ShardedCompositionalEmbeddingCollection
 from tests.cuda.pretend import Refused, origin_module
 
@@ -155,9 +157,18 @@ def stand_in_tables() -> Iterator[None]:
 
 @contextmanager
 def absent_ranks(world_size: int) -> Iterator[None]:
-    """Within the block this process is rank 0 of so many, whose collectives send nothing and end at once."""
+    """Within the block this process is rank 0 of so many, whose collectives send nothing and end at once.
+
+    Where ranks tell one another something on their hosts, all say what this one says. Nothing averages the gradients of
+    networks, since ``DistributedDataParallel`` is made for a device that is there.
+    """
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
-        yield
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Ranks, "any", lambda ranks, flag, group=None: flag)
+            patch.setattr(Collectives, "in_own_group", lambda: Collectives(dist.group.WORLD))
+            patch.setattr(Collectives, "gather_counts", lambda own, count: [count] * world_size)
+            patch.setattr(DefaultDataParallelWrapper, "wrap", lambda *given: None)
+            yield
     finally:
         dist.destroy_process_group()

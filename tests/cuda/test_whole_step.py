@@ -19,8 +19,7 @@ import torch
 import yaml
 
 from distembed.base.ranks import Ranks
-from distembed.data.dataset.schema import CategoricalFeature, Label
-from distembed.data.reader import BatchOrder, BatchReader, Decoding
+from distembed.data.dataset.schema import ITEM_NEGATIVE, CategoricalFeature, Label
 from distembed.sharding.bag_collection import ShardedCompositionalEmbeddingBagCollection
 from distembed.sharding.collection import ShardedCompositionalEmbeddingCollection
 from distembed.sse import SSE
@@ -28,7 +27,7 @@ from distembed.tasks.base import BatchPosition
 from distembed.training.build import Blueprint, build_training_state
 from distembed.training.config import load_config
 from distembed.training.metrics_window import MetricsWindow
-from distembed.training.pipeline import prepared_batch
+from distembed.training.pipeline import prepared_batch, training_reader
 from tests.cuda.must_wait import WAITS, answered, copied_by_torchrec
 from tests.cuda.pretend import CUDA, Refused, pretend_cuda
 from tests.cuda.stand_ins import absent_ranks, stand_in_tables
@@ -37,7 +36,7 @@ from tests.small_runs import config_values, write_dataset
 from tests.tasks.retrieval_rows import prepare_rows
 from tests.training.test_click_models import with_history
 
-BATCH_SIZE = 8
+BATCH_SIZE, NUM_NEGATIVES = 8, 2
 FREE_STEPS, STRICT_STEPS = 4, 3
 """Steps in which constants are copied, by a pipeline that works ahead, and those under watch."""
 MULTI = "task={name: multi, labels: {label: {positive_weight: 2.0}, buy: {after: label}}}"
@@ -45,7 +44,7 @@ TOWERS = "model={name: two_tower, item: film, item_features: [genres, price], us
 
 
 def sequences_by(loss: str) -> str:
-    return f"task={{name: next_item, max_length: 8, num_negatives: 2, loss: {loss}}}"
+    return f"task={{name: next_item, max_length: 8, num_negatives: {NUM_NEGATIVES}, loss: {loss}}}"
 
 
 MODELS: dict[str, tuple[str, list[str]]] = {
@@ -116,20 +115,20 @@ def dataset_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     return cache(lambda name: DATASETS[name](tmp_path_factory.mktemp(name)))
 
 
-def take_steps(dataset: Path, folder: Path, overrides: list[str], put_back: Any = None) -> MetricsWindow:
-    """Takes steps, the last of them under watch; ``put_back`` is called before those with a patch."""
+def take_steps(
+    dataset: Path, folder: Path, overrides: list[str], num_ranks: int = 1, put_back: Any = None
+) -> MetricsWindow:
+    """Takes a rank's steps, the last of them under watch; ``put_back`` is called before those with a patch."""
     (folder / "config.yaml").write_text(yaml.safe_dump(config_values(dataset)))
     config = load_config(folder / "config.yaml", [f"train.batch_size={BATCH_SIZE}", "train.precision=fp32", *overrides])
-    ranks = Ranks(0, 1, 1, CUDA)
+    ranks = Ranks(0, num_ranks, num_ranks, CUDA)
     is_strict, waited, window = False, [], MetricsWindow()
     num_steps = FREE_STEPS + STRICT_STEPS
-    reader = BatchReader(
-        dataset, "train", BatchOrder(BATCH_SIZE, seed=0), prefetch_batches=0, decoding=Decoding(pins=True)
-    )
-    blueprint = Blueprint.for_ranks(config, reader.schema, ranks, {"C2": SSE(p0=0.5)})
-    workload = blueprint.workload()  # estimated on fake tensors of its own
+    reader = training_reader(config, ranks, prefetch_batches=0)
     with ExitStack() as stack:
-        stack.enter_context(absent_ranks(1))
+        stack.enter_context(absent_ranks(num_ranks))
+        blueprint = Blueprint.for_ranks(config, reader.schema, ranks, {"C2": SSE(p0=0.5)})
+        workload = blueprint.workload()  # estimated on fake tensors of its own
         stack.enter_context(stand_in_tables())
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(Blueprint, "workload", lambda blueprint: workload)
@@ -137,7 +136,7 @@ def take_steps(dataset: Path, folder: Path, overrides: list[str], put_back: Any 
         for sharded in (ShardedCompositionalEmbeddingBagCollection, ShardedCompositionalEmbeddingCollection):
             patch.setattr(sharded, "load_state_dict", lambda *given, **named: None)
         stack.enter_context(pretend_cuda(lambda origin: not is_strict or copied_by_torchrec(origin)))
-        stack.enter_context(answered(lambda name: 1, waited))
+        stack.enter_context(answered(lambda name: NUM_NEGATIVES if name == ITEM_NEGATIVE else 1, waited))
         state = build_training_state(blueprint, ranks, num_steps)
         state.task.start(blueprint.task_context(str(dataset), ranks))
         state.task.start_lines()
@@ -161,10 +160,14 @@ def take_steps(dataset: Path, folder: Path, overrides: list[str], put_back: Any 
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", MODELS)
-def test_whole_steps_wait_for_nothing(name: str, dataset_of: Callable[[str], Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "num_ranks"), [*((name, 2) for name in MODELS), ("dlrm", 1), ("hstu", 1), ("two towers, sampled", 1)]
+)
+def test_whole_steps_wait_for_nothing(
+    name: str, num_ranks: int, dataset_of: Callable[[str], Path], tmp_path: Path
+) -> None:
     dataset, settings = MODELS[name]
-    window = take_steps(dataset_of(dataset), tmp_path, settings)
+    window = take_steps(dataset_of(dataset), tmp_path, settings, num_ranks)
     assert window.rows == BATCH_SIZE * (FREE_STEPS + STRICT_STEPS)
 
 
@@ -182,7 +185,21 @@ def do_not_pin(patch: pytest.MonkeyPatch, state: Any) -> None:
     patch.setattr(torch.Tensor, "pin_memory", lambda tensor, *device: tensor.clone())
 
 
-@pytest.mark.parametrize("put_back", [look_at_losses, do_not_pin], ids=lambda way: way.__name__)
-def test_a_wait_in_a_whole_step_is_refused(put_back: Any, dataset_of: Callable[[str], Path], tmp_path: Path) -> None:
+def exchange_counts_in_the_step(patch: pytest.MonkeyPatch, state: Any) -> None:
+    patch.setattr(state.task, "_on_hosts", None)
+
+
+@pytest.mark.parametrize(
+    ("put_back", "name", "num_ranks"),
+    [
+        (look_at_losses, "dlrm", 1),
+        (do_not_pin, "dlrm", 1),
+        pytest.param(exchange_counts_in_the_step, "hstu", 2, marks=pytest.mark.thorough),
+    ],
+)
+def test_a_wait_in_a_whole_step_is_refused(
+    put_back: Any, name: str, num_ranks: int, dataset_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    dataset, settings = MODELS[name]
     with pytest.raises(Refused):
-        take_steps(dataset_of("clicks"), tmp_path, [], put_back)
+        take_steps(dataset_of(dataset), tmp_path, settings, num_ranks, put_back)

@@ -11,6 +11,7 @@ Numbers beside the ids of lists are a KeyedJaggedTensor too, with float32 values
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -35,10 +36,17 @@ Field: TypeAlias = Tensor | KeyedJaggedTensor
 
 @dataclass
 class Batch(Pipelineable):
-    """The rows of one step on one rank; models and tasks take a field by its name, ``batch["labels"]``."""
+    """The rows of one step on one rank; models and tasks take a field by its name, ``batch["labels"]``.
 
-    fields: Mapping[str, Field]  # by name; see Schema.fields
-    global_batch_size: int  # rows of this step on all ranks, to weigh a rank's share of the loss; 1 or more
+    Attributes:
+        fields: The fields by name; see :attr:`Schema.fields`.
+        global_batch_size: Number of rows of this step on all ranks, 1 or more, to weigh a rank's share of the loss.
+        counts_by_rank: Numbers of entries on each rank, by name, that a task knows; they stay on the host.
+    """
+
+    fields: Mapping[str, Field]
+    global_batch_size: int
+    counts_by_rank: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Field:
         return self.fields[name]
@@ -94,7 +102,7 @@ class Batch(Pipelineable):
             changed = fields[name] = change(field)
             if isinstance(field, KeyedJaggedTensor) and isinstance(changed, KeyedJaggedTensor):
                 carry_single_ids(field, changed)
-        return Batch(fields, self.global_batch_size)
+        return dataclasses.replace(self, fields=fields)
 
 
 def _has_unit_bags(field: Field) -> TypeGuard[KeyedJaggedTensor]:

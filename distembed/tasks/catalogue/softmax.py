@@ -24,7 +24,7 @@ FBGEMM updates the table; and a worse loss the fewer draws there are. Items that
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +66,10 @@ class SoftmaxItems:
 
 
 def catalogue_cross_entropy(
-    catalogue: Catalogue, vectors: Float[Tensor, "queries dim"], targets: Int64[Tensor, " queries"]
+    catalogue: Catalogue,
+    vectors: Float[Tensor, "queries dim"],
+    targets: Int64[Tensor, " queries"],
+    counts: Sequence[int] | None = None,
 ) -> Float[Tensor, " queries"]:
     """Returns the loss of each query over all items of a catalogue but its reserved ones; all ranks call it.
 
@@ -77,12 +80,13 @@ def catalogue_cross_entropy(
         catalogue: The items and their biases.
         vectors: This rank's queries; it may have none.
         targets: The item that each query should choose, none of them reserved.
+        counts: Number of queries of each rank; None for ranks to exchange them, which waits for a GPU.
 
     Raises:
         UserError: The table is not trained by gradients of all of its rows.
     """
     items = SoftmaxItems.on(vectors.device, catalogue.share(), catalogue.num_reserved)
-    return cross_entropy(vectors, targets, catalogue.bias, items)
+    return cross_entropy(vectors, targets, catalogue.bias, items, counts)
 
 
 def cross_entropy(
@@ -90,6 +94,7 @@ def cross_entropy(
     targets: Int64[Tensor, " queries"],
     bias: Float[Tensor, " items"] | None,
     items: SoftmaxItems,
+    counts: Sequence[int] | None = None,
 ) -> Float[Tensor, " queries"]:
     """Returns the loss of each of this rank's queries; all ranks call it, also a rank without queries.
 
@@ -102,6 +107,7 @@ def cross_entropy(
         targets: The item that each query should choose, none of them excluded.
         bias: The bias of all items, equal on all ranks; None for none.
         items: The items.
+        counts: Number of queries of each rank; None for ranks to exchange them, which waits for a GPU.
 
     Raises:
         UserError: Gradients are needed, and a fused kernel updates the table's weights.
@@ -112,7 +118,13 @@ def cross_entropy(
             f"a softmax over table {items.share.table.name!r} has gradients in all of its rows, and the table is "
             "placed with a fused kernel, which takes those of looked-up rows; give the table dense_gradient=True."
         )
-    losses: Tensor = _CrossEntropy.apply(vectors, targets, bias, items, *weights)  # type: ignore[no-untyped-call]
+    if counts is None:
+        ranks = RankRows.of(len(vectors), vectors.device, items.share)
+    else:
+        ranks = RankRows(counts, items.share.group)
+    losses: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+        vectors, targets, bias, items, ranks, *weights
+    )
     return losses
 
 
@@ -121,9 +133,14 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, vectors: Tensor, targets: Tensor, bias: Tensor | None, items: SoftmaxItems, *weights: Tensor
+        ctx: Any,
+        vectors: Tensor,
+        targets: Tensor,
+        bias: Tensor | None,
+        items: SoftmaxItems,
+        ranks: RankRows,
+        *weights: Tensor,
     ) -> Tensor:
-        ranks = RankRows.of(len(vectors), vectors.device, items.share)
         dtype = torch.float32 if vectors.device.type == "cpu" else vectors.dtype
         queries = _Queries(ranks.gather(vectors.to(dtype)), ranks.gather(targets), ranks)
         log_sum, scores = _forward(queries, bias, items)
@@ -148,7 +165,7 @@ class _CrossEntropy(torch.autograd.Function):
             gradient.to(table_weight.weight.dtype)
             for table_weight, gradient in zip(share.weights, weight_gradients, strict=True)
         ]
-        return ranks.sum_own(query_gradients).to(ctx.dtype), None, bias_gradients, None, *typed_gradients
+        return ranks.sum_own(query_gradients).to(ctx.dtype), None, bias_gradients, None, None, *typed_gradients
 
 
 @dataclass(frozen=True)
