@@ -67,7 +67,9 @@ def predict_command(
     with open_run(trained) as loaded:
         if loaded.ranks.is_first:
             note(seen_items_note(trained))
-        predicted = predict_rows(loaded, trained, lambda: request.open(trained), output, raw_values=not ids)
+        predicted = predict_rows(
+            loaded, trained, lambda: request.open(trained, loaded.model), output, raw_values=not ids
+        )
         if predicted is not None:
             say(f"{output}: {predicted.num_lines:,} predictions{_null_ones(predicted.rejected)}")
 

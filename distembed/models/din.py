@@ -16,6 +16,7 @@ compared. The vectors g start short, so that training starts from the model with
 """
 
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import torch
 from jaxtyping import Float, Int
@@ -24,7 +25,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from distembed.base.errors import UserError
 from distembed.base.names import one_of
-from distembed.data.dataset.schema import DENSE_SEQUENCES, CategoricalFeature
+from distembed.data.dataset.schema import DENSE_SEQUENCES, CategoricalFeature, Schema
 from distembed.embedding.bag import pool
 from distembed.embedding.share import require_one_vector
 from distembed.models.din_config import DINConfig
@@ -110,7 +111,7 @@ class History(nn.Module):
 
     def __init__(self, feature: CategoricalFeature, dim: int, config: DINConfig, numbers: Sequence[str] = ()) -> None:
         super().__init__()
-        self.name, self.target, self._numbers = feature.name, feature.table_name, list(numbers)
+        self.name, self.target, self.numbers = feature.name, feature.table_name, list(numbers)
         self.encode: SoftOneHotSum | None = None
         if numbers:
             self.encode = SoftOneHotSum(*config.side_soft_one_hot.arguments(len(numbers), dim))
@@ -138,7 +139,7 @@ class History(nn.Module):
         vectors, lengths = items.values(), items.lengths()
         if self.encode is not None:
             assert dense_sequences is not None, "a model with numbers is given their batch field"
-            numbers = torch.stack([dense_sequences[name].values() for name in self._numbers], dim=1)
+            numbers = torch.stack([dense_sequences[name].values() for name in self.numbers], dim=1)
             vectors = vectors + self.encode(numbers).to(vectors.dtype)
         if self._max_length is not None:
             vectors, lengths = last_tokens(vectors, lengths, self._max_length)
@@ -210,6 +211,11 @@ class DIN(FeatureVectorModel):
     ) -> Float[Tensor, " batch"]:
         interests = self.interests(self.item_embeddings(sparse_features), dense_sequences)
         return self.logits(join([*self.feature_vectors(dense_features, sparse_features), interests]))
+
+    def lists_read(self, schema: Schema) -> tuple[str, ...]:
+        numbers = {name for history in self.interests.histories for name in cast(History, history).numbers}
+        unread = set(schema.dense_sequences) - numbers
+        return tuple(name for name in super().lists_read(schema) if name not in unread)
 
     def logits(self, vectors: Float[Tensor, "batch vectors dim"]) -> Float[Tensor, " batch"]:
         return self.deep(vectors.flatten(1)).squeeze(1)

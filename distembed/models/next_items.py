@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from distembed.base.errors import UserError
-from distembed.data.dataset.schema import DENSE_SEQUENCES, ITEM, ITEM_NEGATIVE, ITEM_TARGET, SPARSE_FEATURES
+from distembed.data.dataset.schema import DENSE_SEQUENCES, ITEM, ITEM_NEGATIVE, ITEM_TARGET, SPARSE_FEATURES, Schema
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.embedding.share import require_one_vector
 from distembed.models.base import Model
@@ -107,9 +107,12 @@ class NextItems(Model):
         queries: Queries = self.network(embedded, candidates, sparse_features, dense_sequences)
         return queries
 
+    def lists_read(self, schema: Schema) -> tuple[str, ...]:
+        return (ITEM, *self.network.tokens.features, *self.network.numbers)
+
 
 class NextItemsWithNumbers(NextItems):
-    """:class:`NextItems` with side features that are numbers."""
+    """:class:`NextItems` with side features that are numbers, or with times."""
 
     batch_fields = (SPARSE_FEATURES, DENSE_SEQUENCES)
 
@@ -137,14 +140,12 @@ class TokenVectors(nn.Module):
         self.project = make_linear(num_vectors * dim, dim) if num_vectors > 1 else None
 
     def forward(
-        self, embedded: Mapping[str, JaggedTensor], dense_sequences: KeyedJaggedTensor | None
+        self, embedded: Mapping[str, JaggedTensor], numbers: Mapping[str, Float[Tensor, " tokens"]]
     ) -> Float[Tensor, "tokens dim"]:
         """Returns the vector of each token of the batch, row after row."""
         vectors = [embedded[name].values() * self.scale for name in (ITEM, *self.features)]
         if self.encode is not None:
-            assert dense_sequences is not None, "a model with numbers is given their batch field"
-            numbers = torch.stack([feature_values(dense_sequences, name) for name in self.numbers], dim=1)
-            vectors.append(self.encode(numbers).flatten(1))
+            vectors.append(self.encode(torch.stack([numbers[name] for name in self.numbers], dim=1)).flatten(1))
         if self.project is None:
             return vectors[0]
         projected: Tensor = self.project(torch.cat(vectors, dim=1))
@@ -160,6 +161,7 @@ class _Network(nn.Module):
     def __init__(self, tokens: TokenVectors, states: nn.Module, catalogue: Catalogue, times: str | None) -> None:
         super().__init__()
         self.tokens, self.states, self.catalogue, self.times = tokens, states, catalogue, times
+        self.numbers = [*tokens.numbers, *([] if times is None else [times])]
 
     def forward(
         self,
@@ -170,12 +172,11 @@ class _Network(nn.Module):
     ) -> Queries:
         targets = feature_values(sparse_features, ITEM_TARGET)
         lengths, num_targets = (feature_lengths(sparse_features, name) for name in (ITEM, ITEM_TARGET))
-        tokens, rows = self.tokens(embedded, dense_sequences), QueriedRows(lengths, num_targets, len(targets))
-        if self.times is None:
-            states = self.states(tokens, rows)
-        else:
-            assert dense_sequences is not None, "a model with times is given their batch field"
-            states = self.states(tokens, rows, feature_values(dense_sequences, self.times))
+        numbers = {}
+        if dense_sequences is not None:
+            numbers = {name: feature_values(dense_sequences, name) for name in self.numbers}
+        tokens, rows = self.tokens(embedded, numbers), QueriedRows(lengths, num_targets, len(targets))
+        states = self.states(tokens, rows) if self.times is None else self.states(tokens, rows, numbers[self.times])
         items = {
             name: Items(feature_values(sparse_features, name), candidates[name].values())
             for name in (ITEM_TARGET, ITEM_NEGATIVE)

@@ -42,6 +42,7 @@ from distembed.serving.row_decoder import (
     bad_rows_text,
     batches_of,
     decode_rows,
+    features_read,
     given_rows,
 )
 from distembed.serving.whole_model import WholeModel, load_whole_model
@@ -276,7 +277,7 @@ class LoadedModel:
         """Decodes raw rows; the vocabularies are read when they are first needed."""
         with self._reading:
             if self._decoder is None:
-                self._decoder = row_decoder(self._run)
+                self._decoder = row_decoder(self._run, self._model.module.model)
             return self._decoder
 
     def embed(
@@ -341,7 +342,8 @@ class LoadedModel:
             raise UserError("raw rows of a model that recommends items have no metrics; give the name of a split.")
         config, manifest = self._model.blueprint.config.task, self._run.manifest
         labels = config.labels_to_read(manifest.schema) if isinstance(config, MultiConfig) else None
-        decoder = TableRowDecoder(Path(self._run.dataset), manifest, ("label", "weight"), labels=labels)
+        features = features_read(manifest.schema, self._model.module.model.lists_read(manifest.schema))
+        decoder = TableRowDecoder(Path(self._run.dataset), manifest, ("label", "weight"), features, labels)
         if is_place:
             source = TableSource(find_inputs([os.fspath(on)]), decoder.schema)
             blocks = [lines.block for lines in RawInputs(source, decoder, max_rejected=max_rejected).pieces()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,12 +14,14 @@ from distembed.data.prepare.table.inputs import find_inputs
 from distembed.data.prepare.table.source import TableSource
 from distembed.data.remote import is_url
 from distembed.data.table.encoder import raw_schema
+from distembed.tasks.next_item_config import NextItemConfig
 from distembed.tasks.ranking_config import RankingConfig
 from distembed.tasks.retrieval_config import RetrievalConfig
 from distembed.training.resume import load_run_config
 from distembed.training.trained_run import TrainedRun, find_trained_run
 
 if TYPE_CHECKING:
+    from distembed.models import Model
     from distembed.serving.raw_predictions import RawInputs
     from distembed.serving.row_decoder import RowDecoder
 
@@ -49,16 +51,21 @@ def seen_items_note(run: TrainedRun) -> str | None:
     )
 
 
-def row_decoder(run: TrainedRun) -> RowDecoder:
-    """Returns the decoder of the raw rows that a run's task predicts."""
-    from distembed.serving.row_decoder import QueryRowDecoder, SequenceRowDecoder, TableRowDecoder, UserRowDecoder
+def row_decoder(run: TrainedRun, model: Model) -> RowDecoder:
+    """Returns the decoder of the raw rows that a run's task predicts; rows have the lists that its ``model`` reads.
 
-    task = run.config.task
+    For items with features, rows have the features of users, and unknown users are decoded as unknown values.
+    """
+    from distembed.serving.row_decoder import SequenceRowDecoder, TableRowDecoder, UserRowDecoder, features_read
+
+    task, folder, schema = run.config.task, Path(run.dataset), run.manifest.schema
+    if isinstance(task, RankingConfig):
+        return UserRowDecoder(folder, run.manifest)
+    if isinstance(task, NextItemConfig):
+        return SequenceRowDecoder(folder, run.manifest, model.lists_read(schema))
     if isinstance(task, RetrievalConfig):
-        return QueryRowDecoder(Path(run.dataset), run.manifest, task.user_side(run.manifest.schema))
-    kinds: dict[str, Callable[[Path, Manifest], RowDecoder]]
-    kinds = {"ranking": UserRowDecoder, "next_item": SequenceRowDecoder}
-    return kinds.get(task.name, TableRowDecoder)(Path(run.dataset), run.manifest)
+        return TableRowDecoder(folder, run.manifest, features=task.user_side(schema))
+    return TableRowDecoder(folder, run.manifest, features=features_read(schema, model.lists_read(schema)))
 
 
 @dataclass(frozen=True)
@@ -87,11 +94,11 @@ class RawRequest:
                 if output.exists() and not is_url(table_input.place) and output.samefile(table_input.place):
                     raise UserError(f"--output {output} is an input, which it would replace; name another file.")
 
-    def open(self, run: TrainedRun) -> RawInputs:
-        """Opens the inputs; their rows may lack the labels, which predictions do not need."""
+    def open(self, run: TrainedRun, model: Model) -> RawInputs:
+        """Opens the inputs; their rows may lack labels, and lists that the model does not read."""
         from distembed.serving.raw_predictions import RawInputs
 
-        decoder = row_decoder(run)
+        decoder = row_decoder(run, model)
         source = TableSource(
             find_inputs(self.inputs),
             decoder.schema,

@@ -7,7 +7,8 @@
     batches_of      the dataset's columns                 ->  batches of a model
 
 Rows of clicks and ratings have columns of features (:class:`TableRowDecoder`). Recommenders take users
-(:class:`UserRowDecoder`) or sequences of items (:class:`SequenceRowDecoder`).
+(:class:`UserRowDecoder`) or sequences of items (:class:`SequenceRowDecoder`). Rows need the lists that the model reads;
+other lists of the dataset are filled with missing values.
 """
 
 from __future__ import annotations
@@ -32,18 +33,20 @@ from distembed.data.prepare.table.text_rows import RawRows
 from distembed.data.reader import Batch
 from distembed.data.reader.batch import BatchAssembler
 from distembed.data.table.blocks import RejectedRow
-from distembed.data.table.encoder import RowEncoder, raw_schema
+from distembed.data.table.encoder import TIME_SINCE_FIRST, RowEncoder, raw_schema
 from distembed.data.table.parser import TableParser
 from distembed.data.table.raw_columns import TableColumns, as_lists, one_array, plain_array
 from distembed.data.table.schema import TableSchema
 from distembed.data.table.values import given_column
-from distembed.data.table.vocabulary import FIRST_ID
+from distembed.data.table.vocabulary import FIRST_ID, MISSING_ID
 
 _REASONS = {
     "label": "is no label",
     "weight": "is no weight of 0 or more",
     "dense": "is no finite number",
     "list": "is no list with one finite number for each value beside it",
+    "times": "is no list with one finite time for each value beside it, none before the preceding one; give as many "
+    "times as values, both sorted by time, in the unit of the prepared data (seconds since 1970 for dates)",
     "id": "is no value of this column's kind",
     "user": "is no user of the dataset",
     "sequence": "has no item of the dataset",
@@ -106,7 +109,8 @@ class _Decoder:
 class TableRowDecoder(_Decoder):
     """Decodes rows of clicks and ratings; ``extras`` are columns for metrics, which rows must then have.
 
-    With ``features``, rows have these alone. Of several labels, rows need ``labels`` alone where these are given.
+    With ``features``, rows have these alone: ids and numbers of other features are missing, and lists of ids are empty.
+    Of several labels, rows need ``labels`` alone where these are given.
     """
 
     def __init__(
@@ -135,67 +139,68 @@ class TableRowDecoder(_Decoder):
             parser="table",
         )
         super().__init__(folder, manifest, schema)
+        self._dataset_schema = manifest.schema
 
     def decode(self, table: pa.Table) -> DecodedRows:
         """Returns the rows of a table, as :meth:`RowDecoder.decode` says."""
         parsed = self._parser.parse(table)
         is_good = np.ones(table.num_rows, bool)
         is_good[[row.line for row in parsed.rejected]] = False
-        return DecodedRows(is_good, self._encoder.encode(parsed), parsed.rejected)
-
-
-class _FeatureRows(_Decoder):
-    """Decodes rows of some features of a dataset of users and items.
-
-    A row is good if its value of the first feature is in the dataset; subclasses decide this. ``_reason`` is the key
-    in ``_REASONS`` of the problem that is reported for other rows.
-    """
-
-    _reason: str
-
-    def __init__(self, folder: Path, manifest: Manifest, features: Sequence[str]) -> None:
-        full_schema = raw_schema(manifest)
-        columns = {name: column for name, column in full_schema.categorical.items() if name in features}
-        super().__init__(
-            folder, manifest, dataclasses.replace(full_schema, label=None, labels={}, dense={}, categorical=columns)
-        )
-        self._feature = features[0]
-
-    def _encoded(self, table: pa.Table) -> RecordBlock:
-        """Returns all rows of a table as the dataset's columns, without the missing and unknown items of lists."""
-        parsed = self._parser.parse(table)
-        assert not parsed.rejected, "every text is a value"
         block = self._encoder.encode(parsed)
-        lists = {}
-        for name, items in block.jagged.items():
-            is_known = items.values >= FIRST_ID  # lower ids are reserved for missing and unknown values
-            rows = np.repeat(np.arange(len(items.lengths)), items.lengths)[is_known]
-            lengths = np.bincount(rows, minlength=len(items.lengths))
-            lists[name] = Jagged.from_lengths(items.values[is_known], lengths)
-        return RecordBlock(block.records, lists)
-
-    def _good_and_bad(self, table: pa.Table, block: RecordBlock, is_good: NDArray[np.bool_]) -> DecodedRows:
-        texts = table[self._feature]
-        rejected = [
-            RejectedRow(row, self._reason, str(texts[row].as_py()).encode(), self._feature)
-            for row in np.flatnonzero(~is_good).tolist()
-        ]
-        return DecodedRows(is_good, block.gather(np.flatnonzero(is_good)), tuple(rejected))
+        empty = np.zeros(len(block.records), np.int64)
+        return DecodedRows(is_good, _with_all_lists(self._dataset_schema, block, empty), parsed.rejected)
 
 
-class UserRowDecoder(_FeatureRows):
+def features_read(schema: Schema, lists: Collection[str]) -> list[str]:
+    """Returns the names of a dataset's features, but of its lists the names in ``lists`` alone."""
+    single = [feature.name for feature in schema.categorical if not feature.multi_hot]
+    return [*schema.dense, *single, *lists]
+
+
+def _with_all_lists(schema: Schema, block: RecordBlock, lengths: NDArray[np.int64]) -> RecordBlock:
+    """Adds the lists that a block lacks: missing ids, ``lengths`` in each row, and a missing number beside each id."""
+    lists = dict(block.jagged)
+    for feature in schema.categorical:
+        if feature.multi_hot and feature.name not in lists:
+            lists[feature.name] = Jagged.from_lengths(np.full(lengths.sum(), MISSING_ID, np.int64), lengths)
+    for name in schema.dense_sequences:
+        if name not in lists:
+            beside = lists[schema.lists_beside(name)[0]].lengths
+            lists[name] = Jagged.from_lengths(np.full(beside.sum(), np.nan, np.float32), beside)
+    return RecordBlock(block.records, lists)
+
+
+def _kept_entries(lists: Jagged, is_kept: NDArray[np.bool_]) -> Jagged:
+    """Returns lists without some of their entries, end to end."""
+    rows = np.repeat(np.arange(len(lists.lengths)), lists.lengths)[is_kept]
+    return Jagged.from_lengths(lists.values[is_kept], np.bincount(rows, minlength=len(lists.lengths)))
+
+
+class UserRowDecoder(_Decoder):
     """Decodes rows with a user each; a user that the dataset does not have is malformed."""
 
-    _reason = "user"
-
     def __init__(self, folder: Path, manifest: Manifest, features: Sequence[str] = (USER,)) -> None:
-        super().__init__(folder, manifest, features)
+        full = dataclasses.replace(raw_schema(manifest), label=None)
+        super().__init__(folder, manifest, full.with_features(features))
         self._user_column = [feature.name for feature in RecordLayout.from_schema(manifest.schema).single].index(USER)
 
     def decode(self, table: pa.Table) -> DecodedRows:
-        """Returns the rows of a table, as :meth:`RowDecoder.decode` says."""
-        block = self._encoded(table)
-        return self._good_and_bad(table, block, block.records[:, self._user_column] >= FIRST_ID)
+        """Returns the rows of a table, as :meth:`RowDecoder.decode` says; unknown entries of lists are left out."""
+        parsed = self._parser.parse(table)
+        assert not parsed.rejected, "every text is a value"
+        block = self._encoder.encode(parsed)
+        lists = {name: _kept_entries(items, items.values >= FIRST_ID) for name, items in block.jagged.items()}
+        is_good = block.records[:, self._user_column] >= FIRST_ID
+        known = RecordBlock(block.records, lists).gather(np.flatnonzero(is_good))
+        return DecodedRows(is_good, known, _unknown_rows(table[USER], ~is_good, "user", USER))
+
+
+def _unknown_rows(
+    texts: pa.ChunkedArray, is_unknown: NDArray[np.bool_], reason: str, feature: str
+) -> tuple[RejectedRow, ...]:
+    """Describes the rows whose users, or items, the dataset does not have."""
+    rows = np.flatnonzero(is_unknown).tolist()
+    return tuple(RejectedRow(row, reason, str(texts[row].as_py()).encode(), feature) for row in rows)
 
 
 class UserItemsRowDecoder(UserRowDecoder):
@@ -215,31 +220,6 @@ class UserItemsRowDecoder(UserRowDecoder):
     def decode(self, table: pa.Table) -> DecodedRows:
         """Returns the rows of a table, as :meth:`RowDecoder.decode` says."""
         return super().decode(table if ITEM in table.column_names else table.append_column(ITEM, pa.nulls(len(table))))
-
-
-class QueryRowDecoder(TableRowDecoder):
-    """Decodes rows with the features of users alone, for a model of users and items with features.
-
-    A user that the dataset does not have is decoded as any other unknown value.
-
-    Args:
-        folder: The folder of the dataset, or the folder ``dataset`` of a run.
-        manifest: Its manifest.
-        features: The features of users.
-    """
-
-    def __init__(self, folder: Path, manifest: Manifest, features: Collection[str]) -> None:
-        self._lists = [each.name for each in manifest.schema.categorical if each.multi_hot]
-        self._lists += manifest.schema.dense_sequences
-        super().__init__(folder, manifest, features=features)
-
-    def decode(self, table: pa.Table) -> DecodedRows:
-        """Returns the rows of a table, as :meth:`RowDecoder.decode` says; lists of other features are empty."""
-        decoded = super().decode(table)
-        block, num_rows = decoded.block, len(decoded.block.records)
-        empty = Jagged.from_lengths(np.zeros(0, np.int64), np.zeros(num_rows, np.int64))
-        lists = {name: block.jagged.get(name, empty) for name in self._lists}
-        return dataclasses.replace(decoded, block=RecordBlock(block.records, lists))
 
 
 class QueryItemsRowDecoder(_Decoder):
@@ -288,31 +268,58 @@ class QueryItemsRowDecoder(_Decoder):
         return DecodedRows(is_good, self._encoder.encode(parsed), parsed.rejected)
 
 
-class SequenceRowDecoder(_FeatureRows):
-    """Decodes rows with a list of items each, the earliest first; columns other than the items are ignored.
+class SequenceRowDecoder(_Decoder):
+    """Decodes rows with a list of items each, the earliest first, and lists of numbers, such as the time of each item.
 
-    Items that the dataset does not have are left out, and a row without any known item is malformed.
+    Items that the dataset does not have are left out with their numbers, and a row without any known item is malformed.
+    Times become the time since the row's first item, as in a prepared row that begins there.
+
+    Args:
+        folder: The folder of the dataset, or the folder ``dataset`` of a run.
+        manifest: Its manifest.
+        lists: Names of the lists that the model reads; other columns are ignored.
 
     Raises:
-        UserError: The dataset has other values for each item, which raw rows would need too.
+        UserError: The model reads other ids for each item, or a time that the dataset does not record as one.
     """
 
-    _reason = "sequence"
-
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
-        schema = manifest.schema
-        other_lists = [feature.name for feature in schema.categorical if feature.multi_hot and feature.name != ITEM]
-        if other_lists or schema.dense_sequences:
+    def __init__(self, folder: Path, manifest: Manifest, lists: Collection[str]) -> None:
+        full, self._dataset_schema = raw_schema(manifest), manifest.schema
+        self._numbers = [name for name in manifest.schema.dense_sequences if name in lists]
+        if other_ids := [name for name in full.categorical if name in lists and name != ITEM]:
             raise UserError(
-                f"the dataset has {', '.join((*other_lists, *schema.dense_sequences))} beside the items of a sequence, "
-                "and raw sequences are of items alone: prepare the rows, and predict them by --split."
+                f"the model reads {', '.join(other_ids)} beside the items of a sequence, and raw sequences have items "
+                "and numbers alone: prepare the rows, and predict them by --split."
             )
-        super().__init__(folder, manifest, (ITEM,))
+        if self._numbers and TIME_SINCE_FIRST not in manifest.preparation:
+            raise UserError(
+                f"the model reads {', '.join(self._numbers)} beside the items, and the dataset, prepared by distembed "
+                f"{manifest.tool_version}, does not record which list is the time: prepare it again, and train or load "
+                "the run on it (--data, data=); or predict by --split."
+            )
+        schema = dataclasses.replace(full, label=None).with_features([ITEM, *self._numbers])
+        super().__init__(folder, manifest, schema)
 
     def decode(self, table: pa.Table) -> DecodedRows:
         """Returns the rows of a table, as :meth:`RowDecoder.decode` says."""
-        block = self._encoded(table)
-        return self._good_and_bad(table, block, block.jagged[ITEM].lengths > 0)
+        if self._numbers:
+            names = ", ".join(self._numbers)
+            self.columns.require(table.schema, remedy=f" Give each row a list {ITEM!r} and lists as long of {names}.")
+        parsed = self._parser.parse(table)
+        is_good = np.ones(len(table), bool)
+        is_good[[row.line for row in parsed.rejected]] = False
+        block = self._encoder.encode(parsed)
+        items = block.jagged[ITEM]
+        is_known = items.values >= FIRST_ID  # lower ids are reserved for missing and unknown values
+        block = _with_all_lists(self._dataset_schema, block, items.lengths)
+        lists = {name: _kept_entries(entries, is_known) for name, entries in block.jagged.items()}
+        has_items = lists[ITEM].lengths > 0
+        is_unknown = np.zeros(len(table), bool)
+        is_unknown[np.flatnonzero(is_good)[~has_items]] = True
+        unknown = _unknown_rows(table[ITEM], is_unknown, "sequence", ITEM)
+        rejected = sorted([*parsed.rejected, *unknown], key=lambda row: row.line)
+        known = RecordBlock(block.records, lists).gather(np.flatnonzero(has_items))
+        return DecodedRows(is_good & ~is_unknown, known, tuple(rejected))
 
 
 def batches_of(schema: Schema, block: RecordBlock, batch_size: int) -> Iterator[Batch]:
@@ -372,7 +379,7 @@ def _shown_text(column: pa.ChunkedArray, name: str, columns: TableColumns) -> st
     value = plain_array(one_array(column))
     if columns.takes_lists(name):
         texts = as_lists(value, columns.separators[name]).flatten().cast(pa.string())
-        return reprlib.repr(texts.drop_null().to_pylist())
+        return reprlib.repr(texts.to_pylist())
     return reprlib.repr(value.cast(pa.string())[0].as_py())
 
 

@@ -20,6 +20,7 @@ from distembed.checkpoints.store import CheckpointStore, place_and_name, storage
 from distembed.data.dataset.kept import kept_dataset
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.reader import Batch, read_share
+from distembed.models import Model
 from distembed.optim.config import SparseOptimizerConfig
 from distembed.tasks.base import Outputs, Rows
 from distembed.training.build import Blueprint, TrainingState, build_training_state
@@ -147,6 +148,12 @@ class LoadedRun:
     checkpoint: str
     dataset: str
     ranks: Ranks
+
+    @property
+    def model(self) -> Model:
+        """The model, whose embedding collections are sharded over the ranks."""
+        model: Model = self.state.model.module.model
+        return model
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from distembed.models.gru import RecurrentStates
 from distembed.models.hstu import PointwiseTransformer
 from distembed.models.next_items import ItemCollections, NextItems, NextItemsWithNumbers, TokenVectors
 from distembed.models.sasrec import CausalTransformer
+from distembed.models.soft_one_hot import SoftOneHot
 from distembed.partitions import PARTITIONS, KeyedHash
 from distembed.serving.export import recommenders
 from distembed.serving.export.feature_vectors import PlainFeature
@@ -38,7 +39,7 @@ NUM_ITEMS, NUM_USERS, DIM, MOST, BEST = 61, 23, 4, 5, 7
 RESERVED = (0, 1)
 LENGTHS = (3, 0, 1, MOST, 12, 58)
 """Items of the rows: none, one, more than the network sees, and all but three."""
-MODELS = ("sasrec", "sasrec_untied", "hstu", "gru", "gru_beside", "mf", "mf_lists")
+MODELS = ("sasrec", "sasrec_untied", "hstu", "hstu_times", "gru", "gru_beside", "gru_numbers", "mf", "mf_lists")
 ITEM_COMPOSITIONS = [name for name in COMPOSITIONS if name != "feature"]
 """An item has one vector."""
 
@@ -82,9 +83,16 @@ def recommender(name: str, scheme: str = "quotient_remainder", composition: str 
         states: nn.Module = RecurrentStates(DIM, 6, MOST, 2, 0.0)
         if name.startswith("sasrec"):
             states = CausalTransformer(DIM, MOST, 2, 2, 0.0)
-        elif name == "hstu":
-            states = PointwiseTransformer(DIM, MOST, 2, 2, 0.0)
-        model = NextItems(collections, states, TokenVectors(DIM, [own.name for own in beside]), bias=True)
+        elif name.startswith("hstu"):
+            states = PointwiseTransformer(DIM, MOST, 2, 2, 0.0, has_times=name == "hstu_times")
+        names = [own.name for own in beside]
+        if name == "gru_numbers":
+            encode = SoftOneHot(2, 5, DIM, value_range=(0.0, 9.0))
+            model = NextItemsWithNumbers(collections, states, TokenVectors(DIM, [], ["time", "price"], encode), True)
+        elif name == "hstu_times":
+            model = NextItemsWithNumbers(collections, states, TokenVectors(DIM), bias=True, times="time")
+        else:
+            model = NextItems(collections, states, TokenVectors(DIM, names), bias=True)
     for weight in model.parameters():
         nn.init.normal_(weight, std=0.7)
     return model.eval()
@@ -101,6 +109,14 @@ def rows(lengths: tuple[int, ...] = LENGTHS) -> list[NDArray[np.int64]]:
     return [2 + rng.permutation(NUM_ITEMS - 2)[:length] for length in lengths]
 
 
+def numbers_of(items: list[NDArray[np.int64]]) -> dict[str, list[NDArray[np.float32]]]:
+    """Returns numbers beside the items: times, whose gaps have many buckets, and prices, of which some are missing."""
+    return {
+        "time": [np.cumsum(2.0 ** (own % 11)).astype(np.float32) for own in items],
+        "price": [np.where(own % 5 == 0, np.nan, own % 8).astype(np.float32) for own in items],
+    }
+
+
 def inputs(model: RecommendingModel, items: list[NDArray[np.int64]]) -> ProgramInputs:
     """Returns the inputs of a program: the items, users by their places, and of what is beside items a function."""
     lists: dict[str, list[NDArray[np.int64]]] = {
@@ -112,7 +128,12 @@ def inputs(model: RecommendingModel, items: list[NDArray[np.int64]]) -> ProgramI
     values = torch.from_numpy(np.concatenate([np.empty(0, np.int64), *(own for each in chosen for own in each)]))
     lengths = torch.tensor([[len(own) for own in each] for each in chosen], dtype=torch.int64)
     lengths = lengths.view(len(chosen), len(items))
-    return ProgramInputs({"values": values, "lengths": lengths}, {"values": {0: ANY}, "lengths": {1: BATCH}})
+    found = ProgramInputs({"values": values, "lengths": lengths}, {"values": {0: ANY}, "lengths": {1: BATCH}})
+    if not model.sequences:
+        return found
+    numbers = [each for sequence in model.sequences for each in numbers_of(items)[sequence.name]]
+    sequences = torch.from_numpy(np.concatenate([np.empty(0, np.float32), *numbers]))
+    return ProgramInputs({**found.tensors, "sequences": sequences}, {**found.dynamic, "sequences": {0: ANY}})
 
 
 @torch.no_grad()
@@ -129,7 +150,11 @@ def all_scores(model: Model, items: list[NDArray[np.int64]]) -> NDArray[np.float
         values = np.concatenate([own for each in shown.values() for own in each])
         lengths = np.concatenate([counts, counts, np.ones(len(items))])
         ids = KeyedJaggedTensor(list(shown), torch.from_numpy(values), lengths=torch.from_numpy(lengths).int())
-        queries = model(ids)
+        numbers = numbers_of(items)
+        beside = torch.from_numpy(np.concatenate([each for lists in numbers.values() for each in lists]))
+        queries = model(
+            ids, KeyedJaggedTensor(list(numbers), beside, lengths=torch.from_numpy(np.tile(counts, 2)).int())
+        )
     of_items = model.embeddings if getattr(model, "outputs", None) is None else model.outputs
     catalogue = queries.catalogue
     config = next(own for own in of_items.tables() if own.name == catalogue.table.name)
@@ -183,7 +208,7 @@ def test_each_scheme_and_composition_recommends_what_numpy_ranks_first(scheme: s
 
 SAVED = {
     ("sasrec", "quotient_remainder", "product", "fp32", "never"),
-    ("hstu", "mixed_radix", "sum", "fp32", "never"),
+    ("hstu_times", "mixed_radix", "sum", "fp32", "never"),
     ("mf_lists", "explicit", "concat", "fp16", "always"),
 }
 """What is saved and loaded in each run of the tests."""
@@ -217,9 +242,12 @@ def test_a_saved_program_recommends_as_the_model_with_rounded_tables(
 
 
 def require_fitting_lengths(program: Program, whole: RecommendingModel) -> None:
-    values, lengths = inputs(whole, rows()).tensors.values()
+    values, lengths, *numbers = inputs(whole, rows()).tensors.values()
     with pytest.raises(RuntimeError, match="lengths say another number of ids than values has"):
-        program(values[:-1], lengths)
+        program(values[:-1], lengths, *numbers)
+    for sequences in numbers:
+        with pytest.raises(RuntimeError, match="sequences have not a number for each id beside them"):
+            program(values, lengths, sequences[:-1])
     if USER in {feature.name for feature in whole.features}:
         assert whole.features == (PlainFeature(USER, is_list=False), PlainFeature(ITEM, is_list=True))
         lengths[0, 0] = 2
@@ -317,11 +345,6 @@ def test_what_stands_beside_items_may_be_cut_to_what_the_network_sees() -> None:
 
 def test_models_that_programs_do_not_know_are_refused() -> None:
     sasrec = recommender("sasrec")
-    tokens = TokenVectors(DIM, [], ["price"], nn.Identity())
-    collections = ItemCollections(sasrec.embeddings, None, sasrec.network.catalogue.table, MOST)
-    with_numbers = NextItemsWithNumbers(collections, sasrec.network.states, tokens, bias=True)
-    with pytest.raises(UserError, match=r"numbers beside the items \(price\), and exported models take ids alone"):
-        exported(with_numbers)
     with pytest.raises(UserError, match=r"NextItems cannot be exported: programs that recommend .* made of mf alone"):
         RecommendingModel.for_rankings(sasrec, RESERVED, BEST)
     with pytest.raises(

@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 import distembed
 from distembed.base.errors import UserError
 from distembed.data.table.values import value_text
+from distembed.serving.model_folder.programs import load_programs
+from distembed.serving.model_folder.reading import read_manifest, require_sample
 from distembed.serving.raw_predictions import RawInputs, ScoredPiece
 from distembed.serving.requests import RawRequest
 from distembed.serving.row_decoder import batches_of
@@ -152,6 +154,34 @@ def test_histories_have_one_answer_in_every_path(history_paths: SimpleNamespace)
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("model", [DIN, {**DIN, "side_features": False}])
+def test_rows_may_lack_the_lists_that_the_model_does_not_read(tmp_path: Path, model: dict[str, Any]) -> None:
+    """``moods`` are beside a list that is no history; without side features no list of numbers is read."""
+    schema = {**HISTORY_SCHEMA, "dense": {**HISTORY_SCHEMA["dense"], "moods": {"beside": "tags"}}}
+    schema["categorical"] = {**HISTORY_SCHEMA["categorical"], "tags": {"is_list": True}}
+    full = {**HISTORY_ROW, "tags": ["a", "b"], "moods": [0.5, 2.0]}
+    rows = [{**full, **row, "moods": [place / 9, 1.0]} for place, row in enumerate(history_rows())]
+    run = trained_run(tmp_path, schema, rows=rows, model=model)
+    folder, loaded = exported(run, tmp_path / "model"), distembed.load(run)
+    manifest = read_manifest(folder)
+    unread = ["moods"] if model is DIN else ["times", "at", "stars", "moods"]
+    assert [each.name for each in manifest.sequences] == (["gaps", "stars"] if model is DIN else [])
+    assert require_sample(folder, manifest, load_programs(folder, manifest)) < 1e-6
+    example = runpy.run_path(str(folder / "serving_example.py"))["score"]
+    paths = SimpleNamespace(
+        **{"model": loaded, "run": find_trained_run(run, None), "app": served(folder), "example": example},
+        **{"folder": tmp_path, "names": {"times": "gaps"} if model is DIN else {}},
+    )
+    lacking = {name: value for name, value in full.items() if name not in unread}
+    require_one_answer(paths, [lacking, {**lacking, "bought": [], "stars": [], "tags": []}])
+    assert by_predict(paths, [lacking]) == by_predict(paths, [full]) != [None]
+    wrong = {**full, "moods": "not a list of numbers"}
+    assert by_predict(paths, [wrong]) == by_predict(paths, [full])
+    labelled = [{name: value for name, value in row.items() if name not in unread} for row in rows]
+    assert loaded.evaluate(labelled) == loaded.evaluate(rows)
+
+
+@pytest.mark.thorough
 def test_samples_have_gaps_to_categorical_columns_and_long_hashed_histories(tmp_path: Path) -> None:
     """The times that gaps end at are a feature too; of these, some are unknown."""
     shared = {"vocabulary": "item", "kind": "integer", "is_list": True}
@@ -204,7 +234,7 @@ def by_file(paths: SimpleNamespace, name: str, write: Callable[[Path], Any]) -> 
     """Returns the scores of a file's rows, read as ``distembed predict --input`` reads them."""
     file = paths.folder / name
     write(file)
-    inputs = RawRequest([str(file)], max_rejected=1.0).open(paths.run)
+    inputs = RawRequest([str(file)], max_rejected=1.0).open(paths.run, paths.model._model.module.model)
     found: Answers = []
     for piece in _all_pieces(inputs):
         own = np.full(piece.num_lines, None, object)

@@ -25,6 +25,7 @@ from distembed.base.errors import UserError
 from distembed.base.units import enumerate_names
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.records import Jagged, RecordBlock, RecordLayout
+from distembed.data.dataset.schema import ITEM
 from distembed.data.table.blocks import BlockLayout, IdColumn, NumberColumn, ParsedBlock
 from distembed.data.table.keys import KEY_KINDS, coded, keyed_column
 from distembed.data.table.raw_columns import VALUE_TYPES, one_array, plain_array, type_kind
@@ -109,6 +110,8 @@ INTERACTIONS = "interactions"
 
 # Between two values of a list in a text, of raw sequences.
 LIST_SEPARATOR = " "
+# Key in a manifest's ``preparation``: the list of numbers that is the time since a user's first interaction, or null.
+TIME_SINCE_FIRST = "time_since_first"
 
 
 class RowEncoder:
@@ -208,13 +211,27 @@ def _lengths(column: IdColumn) -> NDArray[np.int64]:
 
 
 def raw_schema(manifest: Manifest) -> TableSchema:
-    """Returns the schema of raw rows that are scored; of interactions, the dataset's columns as texts and lists."""
+    """Returns the schema of raw rows that are scored; of interactions, the dataset's columns as texts and lists.
+
+    A sequence's time is a list of times, in the unit of the files that the dataset was prepared from.
+    """
     schema = manifest.schema
     if manifest.preparation.get("source") != INTERACTIONS:
         return TableSchema.of_manifest(manifest)
     return TableSchema(
         label=None if schema.label is None else LabelColumn(schema.label, kind="number", name=schema.label),
-        dense={name: DenseColumn(missing="keep" if schema.missing_dense else "zero") for name in schema.dense},
+        dense={
+            **{name: DenseColumn(missing="keep" if schema.missing_dense else "zero") for name in schema.dense},
+            **{
+                name: DenseColumn(
+                    missing="keep",
+                    beside=ITEM,
+                    separator=LIST_SEPARATOR,
+                    since_first=name == manifest.preparation.get(TIME_SINCE_FIRST),
+                )
+                for name in schema.dense_sequences
+            },
+        },
         categorical={
             feature.name: CategoricalColumn(separator=LIST_SEPARATOR if feature.multi_hot else None)
             for feature in schema.categorical

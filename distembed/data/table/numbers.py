@@ -27,6 +27,7 @@ _FIRST_SECOND, _LAST_SECOND = -62_135_596_800, 253_402_300_799
 _NUMBER = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
 _ZONED = r"(?:[Zz]|[+-][0-9]{2}:?[0-9]{2})$"
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_WHOLE_NUMBER = "^-?[0-9]{1,19}$"
 
 
 def is_missing(column: pa.Array) -> Bools:
@@ -157,6 +158,42 @@ def time_values(column: pa.Array, time: TimeColumn) -> tuple[NDArray[np.int64], 
     if pa.types.is_string(column.type):
         return _by_distinct_value(column, _written_times)
     return _seconds(column, 1)
+
+
+def ordered_times(column: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.int64], Bools]:
+    """Converts times, numbers or dates, to float64 and to int64, and returns both with a mask of malformed values.
+
+    Rows are sorted by the float, which holds every number, then by the integer, which orders long integers (as
+    nanoseconds) that are equal as floats of 53 bits. Dates become seconds, and their integers nanoseconds. A missing
+    time is malformed.
+    """
+    if is_date := pa.types.is_temporal(column.type):
+        try:
+            column = column.cast(pa.timestamp("ns")).cast(pa.int64())
+        except pa.ArrowInvalid:  # before 1677 or after 2262
+            microseconds = column.cast(pa.timestamp("us"), safe=False).cast(pa.int64())
+            column = pc.multiply(microseconds.cast(pa.float64(), safe=False), 1e3)
+    times, wrong = finite_numbers(column)
+    is_64_bit = np.abs(times) < 2.0**63
+    integers = np.where(is_64_bit, times, 0).astype(np.int64)
+    if pa.types.is_integer(column.type):
+        integers = column.fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+    elif pa.types.is_string(column.type) and not (np.abs(times) < 2.0**53).all():  # smaller ones are exact
+        digits = pc.and_(pc.match_substring_regex(column, _WHOLE_NUMBER), pa.array(is_64_bit)).fill_null(False)
+        exact = pc.if_else(digits, column, "0").cast(pa.int64()).to_numpy()
+        integers = np.where(digits.to_numpy(zero_copy_only=False), exact, integers)
+    return times / 1e9 if is_date else times, integers, wrong
+
+
+def times_since_first(times: pa.Array, rows: NDArray[np.int64]) -> tuple[NDArray[np.float64], Bools]:
+    """Returns each time less the first time of its row; the mask marks malformed times, and times before the last one.
+
+    ``rows`` has the row of each time, ascending. The difference is that of sequences prepared from these times.
+    """
+    numbers, _, wrong = ordered_times(times)
+    is_first = np.append(True, rows[1:] != rows[:-1])[: len(rows)]
+    wrong[1:] |= ~is_first[1:] & (numbers[1:] < numbers[:-1])
+    return numbers - numbers[np.flatnonzero(is_first)][np.cumsum(is_first) - 1], wrong
 
 
 def _by_distinct_value(

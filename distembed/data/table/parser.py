@@ -9,6 +9,8 @@ texts, as of CSV files, or typed, as of Parquet: a number or a truth value and i
 - ``time``: the time is missing, or not in the format;
 - ``dense``: a number is there and is not finite in 32 bits;
 - ``list``: a list of numbers has one that is not finite in 32 bits, or has not one for each value beside it;
+- ``times``: a list of times has one that is missing or not finite, not one for each value beside it, or a time before
+  the preceding one;
 - ``id``: a categorical value is there, and is none of its kind.
 
 Sources of rows have reasons of their own, for lines that are no rows: ``columns``, ``text`` and ``json``.
@@ -46,6 +48,7 @@ from distembed.data.table.numbers import (
     label_values,
     optional_label_values,
     time_values,
+    times_since_first,
     transformed,
     values_as_numbers,
     weight_values,
@@ -54,7 +57,7 @@ from distembed.data.table.numbers import (
 from distembed.data.table.raw_columns import FEW_ROWS, TableColumns, as_lists
 from distembed.data.table.schema import TableSchema
 
-REASONS: tuple[str, ...] = ("columns", "text", "json", "label", "weight", "time", "dense", "list", "id")
+REASONS: tuple[str, ...] = ("columns", "text", "json", "label", "weight", "time", "dense", "list", "times", "id")
 
 # What would begin another field or line of rejected.tsv.
 _ESCAPED = {ord("\t"): "\\t", ord("\n"): "\\n", ord("\r"): "\\r"}
@@ -144,8 +147,9 @@ class TableParser:
         uses += [_NumberUse("id", schema.categorical_columns[name][0], "none") for name in _quantile_bins(schema)]
         for use, numbers_and_mask in zip(uses, self._numbers_of_uses(uses, columns, num_rows), strict=True):
             yield use.reason, use.column, numbers_and_mask
-        for name in schema.dense_lists:
-            yield "list", schema.dense_columns[name], self._number_lists(name, columns)
+        for name, dense in schema.dense_lists.items():
+            reason = "times" if dense.since_first else "list"
+            yield reason, schema.dense_columns[name], self._number_lists(name, columns)
 
     def _number_lists(self, name: str, columns: Mapping[str, pa.Array]) -> tuple[NDArray[Any], Bools]:
         """Returns a number for each kept value of the lists beside a column of lists, and the mask of malformed rows.
@@ -163,18 +167,25 @@ class TableParser:
         kept, _ = kept_entries(value_lengths, is_present, beside.max_length)
         lists = as_lists(columns[self._schema.dense_columns[name]], dense.separator)
         lengths = list_lengths(lists)
-        numbers, wrong_entries = self._numbers_of(pc.list_flatten(lists))
         rows = np.repeat(np.arange(len(lengths)), lengths)
+        if dense.since_first:
+            numbers, wrong_entries = times_since_first(pc.list_flatten(lists), rows)
+        else:
+            numbers, wrong_entries = self._numbers_of(pc.list_flatten(lists))
 
         def rows_with(mask: Bools, rows: NDArray[np.int64]) -> Bools:
             return np.bincount(rows[mask], minlength=len(lengths)) > 0
 
         has_numbers = rows_with(~np.isnan(numbers) | wrong_entries, rows)
         is_aligned = lengths == value_lengths
+        rows_of_values = np.repeat(np.arange(len(lengths)), value_lengths)
+        if dense.since_first:  # a row with values has numbers too
+            has_numbers = rows_with(~np.isnan(numbers), rows) | rows_with(is_present, rows_of_values)
+            wrong_entries &= has_numbers[rows]
         wrong = rows_with(wrong_entries, rows) | (has_numbers & ~is_aligned)
         own = np.full(len(kept), np.nan)  # a number for each value
         own[np.repeat(is_aligned, value_lengths)] = numbers[np.repeat(is_aligned, lengths)]
-        rows = np.repeat(np.arange(len(lengths)), value_lengths)
+        rows = rows_of_values
         if dense.gap_to is not None:
             ends, wrong_ends = self._numbers_of(columns[dense.gap_to])
             own, wrong = ends[rows] - own, wrong | wrong_ends

@@ -55,7 +55,8 @@ class TableColumns:
         for name, column_name in schema.dense_columns.items():
             dense = schema.dense[name]
             is_list = dense.beside is not None
-            uses.append((column_name, of_lists(column_name, _NUMERIC, dense.separator) if is_list else _NUMERIC))
+            allowed_entries = (*_NUMERIC, TIME) if dense.since_first else _NUMERIC
+            uses.append((column_name, of_lists(column_name, allowed_entries, dense.separator) if is_list else _NUMERIC))
             uses += [(dense.gap_to, _NUMERIC)] if dense.gap_to is not None else []
         for name, columns in schema.categorical_columns.items():
             allowed: Sequence[str] = VALUE_TYPES[schema.categorical[name].kind]

@@ -151,6 +151,9 @@ class DenseColumn:
     # A column of the table with one number a row, as its time: the gap, this number less the list's number, takes the
     # place of each number of the list before the transform. It is computed in 64 bits.
     gap_to: str | None = None
+    # Whether the lists are times, ascending and none of them missing: the time since the list's first takes the place
+    # of each before the transform. It is computed in 64 bits; dates count as seconds.
+    since_first: bool = False
 
     @model_validator(mode="after")
     def _require_lists(self) -> DenseColumn:
@@ -158,8 +161,10 @@ class DenseColumn:
             raise ValueError("transform is 'standardize', which is of one number a row; give log or none beside a list")
         if self.gap_to is not None and self.missing == "zero":
             raise ValueError("missing is 'zero', and a gap of 0 is no time at all; give keep, or leave missing out")
-        for name in ("separator", "gap_to"):
-            if self.beside is None and getattr(self, name) is not None:
+        if self.since_first and self.gap_to is not None:
+            raise ValueError("since_first and gap_to each take the place of the list's numbers; leave one of them out")
+        for name in ("separator", "gap_to", "since_first"):
+            if self.beside is None and getattr(self, name):
                 raise ValueError(f"{name} is of lists of numbers; name their list column by beside, or leave it out")
         return self
 

@@ -161,7 +161,7 @@ def export_run(run: TrainedRun, output: Path, options: ExportOptions, data: str 
         programs = _save_programs(folder, model, storage, shards, trained)
         keep_dataset(folder, run.dataset, run.manifest, links=False)
         columns = _Columns.write(folder, run, model)
-        sequences = model.sequences if isinstance(model, ScoredModel) else ()
+        sequences = () if isinstance(model, TowerModel) else model.sequences
         towers: Sequence[ExportedTower] = ()
         index = None
         if isinstance(model, TowerModel):

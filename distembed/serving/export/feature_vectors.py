@@ -159,14 +159,18 @@ class PlainFeatures:
             a b c d e     ->  c d e
             a b           ->  a b b          a row without ids gets any id       most 3
         """
-        index = self._indices[name]
-        lengths = self.lengths[index]
-        # `firsts` is where the last ids of each row begin; the added 0 is read where the last row of all is empty
+        return _padded(self.values)[self._starts[self._indices[name]] + self.recent_places(name, most)]
+
+    def recent_places(self, name: str, most: int) -> Int64[Tensor, "batch most"]:
+        """Returns the place, among all ids of a list, of each id of :meth:`recent`.
+
+        It is the number of ids, one after the last place, for rows without ids at the end.
+        """
+        lengths = self.lengths[self._indices[name]]
         kept_lengths = lengths.clamp(max=most)
-        first_positions = self._starts[index] + lengths.cumsum(0) - kept_lengths
+        first_places = lengths.cumsum(0) - kept_lengths
         offsets = torch.minimum(torch.arange(most), (kept_lengths - 1).clamp(min=0).unsqueeze(1))
-        padded = torch.cat([self.values, torch.zeros(1, dtype=torch.int64)])
-        return padded[first_positions.unsqueeze(1) + offsets]
+        return first_places.unsqueeze(1) + offsets
 
     def row_lengths(self, name: str) -> Int64[Tensor, " batch"]:
         """Returns the number of ids of each row of a feature."""
@@ -206,6 +210,15 @@ class PlainSequences:
         beside = self._beside[name]
         numbers = self._numbers[self._starts[name] + self._features.places(beside)]
         return Jagged(numbers, self._features.row_lengths(beside))
+
+    def recent(self, name: str, most: int) -> Float[Tensor, "batch most"]:
+        """Returns the numbers of the ids that :meth:`PlainFeatures.recent` returns of the list beside."""
+        return _padded(self._numbers)[self._starts[name] + self._features.recent_places(self._beside[name], most)]
+
+
+def _padded(values: Tensor) -> Tensor:
+    """Returns values with a 0 at the end, which is read for empty rows at the end."""
+    return torch.cat([values, torch.zeros(1, dtype=values.dtype)])
 
 
 class FeatureVectors(nn.Module):

@@ -2,7 +2,8 @@
 
 Both map plain tensors to the best items of each row and their scores. ``item`` is a list in both. For the next item it
 is the history, the earliest item first; the network sees its last items, and ``task.exclude_seen`` leaves the history
-out of the answer, as in the trainer's ``predict``. For a user it is the items to leave out. A list may be empty.
+out of the answer, as in the trainer's ``predict``. Lists of numbers beside the items, such as their times, are inputs
+too where the network reads them. For a user the list is the items to leave out. A list may be empty.
 
 Each call scores all items of the catalogue. Their vectors are composed chunk by chunk from the stored table, so that
 memory holds neither all vectors nor all scores::
@@ -32,17 +33,24 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from distembed.base.errors import UserError
-from distembed.data.dataset.schema import ITEM, ITEM_TARGET, SPARSE_FEATURES, USER
+from distembed.data.dataset.schema import DENSE_SEQUENCES, ITEM, ITEM_TARGET, SPARSE_FEATURES, USER
 from distembed.data.reader import Batch
 from distembed.embedding.collections import embedding_modules
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.embedding.tables import CompositionalTables
 from distembed.models import MF, Model
 from distembed.models.mf import queries_of_users
-from distembed.models.next_items import NextItems, NextItemsWithNumbers
+from distembed.models.next_items import NextItems
 from distembed.models.queries import Catalogue, Queries
 from distembed.models.sequences import SequenceLayout
-from distembed.serving.export.feature_vectors import Jagged, PlainFeature, PlainFeatures, plain_inputs
+from distembed.serving.export.feature_vectors import (
+    Jagged,
+    PlainFeature,
+    PlainFeatures,
+    PlainSequence,
+    PlainSequences,
+    plain_inputs,
+)
 from distembed.serving.export.programs import ProgramInputs
 from distembed.serving.export.table_groups import ExportStorage, TableGroup, stored_table
 from distembed.serving.model_folder.manifest import RecommendedItems
@@ -132,12 +140,14 @@ class NextItemProgram(nn.Module):
     """Maps histories to the best next items and their scores.
 
     ``lookups`` has the group of each feature's table, in the order of ``features``; the first feature is ``item``.
+    ``sequences`` are the lists of numbers beside the items that the model reads.
     """
 
     def __init__(
         self,
         model: NextItems,
         features: Sequence[PlainFeature],
+        sequences: Sequence[PlainSequence],
         lookups: Sequence[TableGroup],
         choice: ItemChoice,
         excludes_seen: bool,
@@ -146,17 +156,28 @@ class NextItemProgram(nn.Module):
         self.tokens = model.network.tokens
         self.states: Any = model.network.states
         self.lookups, self.choice = nn.ModuleList(lookups), choice
-        self._features, self._excludes_seen = features, excludes_seen
+        self._features, self._sequences, self._times = features, sequences, model.network.times
+        self._excludes_seen = excludes_seen
 
-    def forward(self, values: Int64[Tensor, " ids"], lengths: Int64[Tensor, "features batch"]) -> Recommended:
+    def forward(
+        self,
+        values: Int64[Tensor, " ids"],
+        lengths: Int64[Tensor, "features batch"],
+        sequences: Float[Tensor, " numbers"] | None = None,
+    ) -> Recommended:
         """Returns the best items of each row."""
         features, most = PlainFeatures(self._features, values, lengths), self.states.max_length
         embedded = {}
         for feature, lookup in zip(self._features, self.lookups, strict=True):
             recent = features.recent(feature.name, most).view(1, -1)
             embedded[feature.name] = Jagged(lookup(recent, [0])[0], lengths[0])
-        vectors = self.tokens(embedded, None)
-        queries = self.states.on_slots(vectors, _layout(lengths[0], most))
+        numbers = {}
+        if sequences is not None:
+            lists = PlainSequences(self._sequences, features, sequences)
+            numbers = {sequence.name: lists.recent(sequence.name, most).flatten() for sequence in self._sequences}
+        vectors, layout = self.tokens(embedded, numbers), _layout(lengths[0], most)
+        times = () if self._times is None else (numbers[self._times],)
+        queries = self.states.on_slots(vectors, layout, *times)
         owners, ids, is_item = left_out_ids(features)
         best: Recommended = self.choice(queries, owners, ids, is_item if self._excludes_seen else is_item & False)
         return best
@@ -218,7 +239,7 @@ class RecommendingModel:
 
     ``whole_program`` makes the program, with tables stored as its argument says. ``lists`` maps a batch to each
     feature's ids; the ids of ``item`` are left out of the recommendations if ``excludes_seen`` is set. ``reserved`` are
-    the ids of missing and unknown items.
+    the ids of missing and unknown items, and ``sequences`` the lists of numbers beside items that the program takes.
     """
 
     outputs = ("items", "scores")
@@ -231,6 +252,7 @@ class RecommendingModel:
     whole_program: Callable[[ExportStorage], nn.Module]
     lists: Callable[[Batch], Mapping[str, JaggedTensor]]
     excludes_seen: bool
+    sequences: Sequence[PlainSequence] = ()
 
     @classmethod
     def for_next_items(
@@ -238,27 +260,21 @@ class RecommendingModel:
     ) -> RecommendingModel:
         """Returns a model of the next item in this form.
 
-        Raises a :class:`UserError` for another model than sasrec, gru or hstu, for one that takes numbers beside the
-        items, and where ``num_best`` exceeds the catalogue.
+        Raises a :class:`UserError` for another model than sasrec, gru or hstu, and where ``num_best`` exceeds the
+        catalogue.
         """
         if not isinstance(model, NextItems):
             raise _unknown_model(model, "sasrec, gru and hstu")
-        if isinstance(model, NextItemsWithNumbers):
-            network = model.network
-            numbers = ", ".join([*network.tokens.numbers, *([] if network.times is None else [network.times])])
-            raise UserError(
-                f"the model takes numbers beside the items ({numbers}), and exported models take ids alone; train it "
-                "with model.side_features=false or model.times=null, or without these columns."
-            )
         features = [PlainFeature(name, is_list=True) for name in (ITEM, *model.network.tokens.features)]
+        sequences = [PlainSequence(name, ITEM) for name in model.network.numbers]
         stored = _StoredTables(model, model.network.catalogue, num_best)
 
         def make(storage: ExportStorage) -> nn.Module:
             groups = stored.groups(storage)
             lookups = [groups[stored.table_of(feature.name)] for feature in features]
-            return NextItemProgram(model, features, lookups, stored.choice(groups, reserved), excludes_seen)
+            return NextItemProgram(model, features, sequences, lookups, stored.choice(groups, reserved), excludes_seen)
 
-        return cls(features, stored.tables, reserved, num_best, make, _histories, excludes_seen)
+        return cls(features, stored.tables, reserved, num_best, make, _histories, excludes_seen, sequences)
 
     @classmethod
     def for_rankings(
@@ -300,8 +316,13 @@ class RecommendingModel:
         lists, names = self.lists(batch), [feature.name for feature in self.features]
         values = torch.cat([lists[name].values().long() for name in names])
         lengths = torch.cat([lists[name].lengths().long() for name in names])
-        features = KeyedJaggedTensor(names, values, lengths=lengths)
-        return plain_inputs(Batch({SPARSE_FEATURES: features}, 1), self.features, takes_numbers=False)
+        fields: dict[str, Tensor | KeyedJaggedTensor] = {
+            SPARSE_FEATURES: KeyedJaggedTensor(names, values, lengths=lengths)
+        }
+        if self.sequences:
+            numbers = _numbers(batch, [sequence.name for sequence in self.sequences], lists[ITEM].lengths().long())
+            fields[DENSE_SEQUENCES] = numbers
+        return plain_inputs(Batch(fields, 1), self.features, takes_numbers=False, sequences=self.sequences)
 
     def left_out(self, batch: Batch) -> JaggedTensor:
         """Returns the items that are not recommended to each row of a batch; none unless ``excludes_seen`` is set."""
@@ -334,6 +355,25 @@ def _histories(batch: Batch) -> Mapping[str, JaggedTensor]:
     lists[ITEM] = seen[ITEM]
     # the lists of rows without a target are empty
     return {name: JaggedTensor(jagged.values(), lengths=jagged.lengths()[has_target]) for name, jagged in lists.items()}
+
+
+def _numbers(batch: Batch, names: Sequence[str], lengths: Int64[Tensor, " rows"]) -> KeyedJaggedTensor:
+    """Returns lists of numbers as long as the histories of :func:`_histories`, whose numbers of items are ``lengths``.
+
+    A prepared batch has the numbers of the items that the network sees, the last ones. Earlier items get the first of
+    these numbers, so that times stay in order.
+    """
+    given, ids = batch[DENSE_SEQUENCES], batch[SPARSE_FEATURES]
+    assert isinstance(given, KeyedJaggedTensor) and isinstance(ids, KeyedJaggedTensor)
+    rows = torch.arange(len(lengths)).repeat_interleave(lengths)
+    from_end = lengths.cumsum(0)[rows] - torch.arange(len(rows))  # 1 for the last item of a row
+    values = []
+    for name in names:
+        own_lengths = given[name].lengths().long()
+        own_lengths = own_lengths[ids[ITEM_TARGET].lengths() > 0] if SEEN in batch.fields else own_lengths
+        places = own_lengths.cumsum(0)[rows] - torch.minimum(from_end, own_lengths[rows])
+        values.append(given[name].values()[places])
+    return KeyedJaggedTensor(list(names), torch.cat(values), lengths=lengths.repeat(len(names)))
 
 
 def _users(batch: Batch) -> Mapping[str, JaggedTensor]:

@@ -170,9 +170,9 @@ class ScoredModel:
             collections[path] = module
         read = {name for module in collections.values() for table in module.tables() for name in table.feature_names}
         features = [PlainFeature(ids.name, ids.multi_hot) for ids in schema.categorical if ids.name in read]
-        takes_lists = DENSE_SEQUENCES in model.batch_fields
+        lists_read = model.lists_read(schema)
         sequences = [
-            PlainSequence(name, schema.lists_beside(name)[0]) for name in schema.dense_sequences if takes_lists
+            PlainSequence(name, schema.lists_beside(name)[0]) for name in schema.dense_sequences if name in lists_read
         ]
         for name in {sequence.beside for sequence in sequences} - read:
             raise UserError(

@@ -81,14 +81,15 @@ def entries(how, value):  # of a list
 
 def sequence(about, row):  # a number for each id of the list beside
     feature = next(each for each in ABOUT["features"] if each["name"] == about["beside"])
-    how, beside, is_id = dict(about["change"]), feature["change"], feature["vocabulary"] is None
-    values, raw = (entries(each["change"], row.get(each["name"])) for each in (feature, about))
+    how, (values, raw) = dict(about["change"]), (entries(x["change"], row.get(x["name"])) for x in (feature, about))
     end = number(how, row.get(how["gap_to"])) if (is_gap := how.get("gap_to") is not None) else 0
     xs = [None if (x := number(how, each)) is None or end is None else end - x if is_gap else x for each in raw]
     xs = xs if any(number(how, each) is not None for each in raw) else [None] * len(values)
+    if how.get("since_first"):  # unsorted times are refused below, as too few
+        xs = [x - xs[0] for x in xs] if xs == sorted(xs) else []
     how |= {"missing_values": []}  # of a gap, no number stands for a missing one
-    xs = [dense(how, x) for value, x in zip(values, xs, strict=True) if is_id or key(beside, value) is not None]
-    return xs[-(beside.get("max_length") or len(xs)) :]
+    xs = [dense(how, x) for value, x in zip(values, xs, strict=True) if ids(feature, [value])]
+    return xs[-(feature["change"].get("max_length") or len(xs)) :]
 
 
 def score(rows):  # such as [{"C1": "68fd1e64", "genres": ["drama", "war"], "I1": 3.0}]

@@ -91,6 +91,6 @@ def require_sample(folder: Path, manifest: ExportManifest, program: Program) -> 
 
 def sample_inputs(sample: dict[str, Any], manifest: ExportManifest) -> list[Tensor]:
     """Returns the inputs of the whole program for the rows of the sample."""
-    names = ["values", "lengths", *(["dense"] if "dense" in manifest.network.inputs else [])]
-    dtypes = {"values": torch.int64, "lengths": torch.int64, "dense": torch.float32}
-    return [torch.tensor(sample[name], dtype=dtypes[name]) for name in names]
+    numbers = [name for name in ("dense", "sequences") if name in manifest.network.inputs]
+    dtypes = {"values": torch.int64, "lengths": torch.int64, **dict.fromkeys(numbers, torch.float32)}
+    return [torch.tensor(sample[name], dtype=dtype) for name, dtype in dtypes.items()]

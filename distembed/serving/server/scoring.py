@@ -32,6 +32,7 @@ from distembed.serving.row_decoder import (
     bad_rows,
     batches_of,
     decode_rows,
+    features_read,
     given_rows,
     missing_columns,
 )
@@ -158,7 +159,10 @@ def _decoder(folder: Path, dataset: Manifest, manifest: ExportManifest) -> RowDe
         return QueryItemsRowDecoder(folder, dataset, names, manifest.recommends.feature)
     if task == "ranking":
         return UserItemsRowDecoder(folder, dataset)
-    return (SequenceRowDecoder if task == "next_item" else TableRowDecoder)(folder, dataset)
+    lists = [*(each.name for each in manifest.features if each.is_list), *(each.name for each in manifest.sequences)]
+    if task == "next_item":
+        return SequenceRowDecoder(folder, dataset, lists)
+    return TableRowDecoder(folder, dataset, features=features_read(dataset.schema, lists))
 
 
 def _number_column(_: str, values: NDArray[Any] | None, is_good: NDArray[np.bool_]) -> NDArray[Any]:

@@ -202,6 +202,32 @@ def test_gaps_are_computed_in_64_bits() -> None:
     assert parser.parse(rows).numbers[0].tolist() == [3.0, 1.5, 1.0]
 
 
+def test_times_since_the_first_are_computed_in_64_bits() -> None:
+    """A row is malformed where a time is missing, is no number, or is before the preceding one."""
+    lists = {"beside": "seen", "separator": " "}
+    dense = {"times": {**lists, "since_first": True}, "logs": {**lists, "column": "times", "transform": "log"}}
+    dense["logs"]["since_first"] = True
+    parser = TableParser(TableSchema.from_json({"dense": dense, "categorical": {"seen": {"separator": " "}}}, "it"))
+    good = ["1700000000 1700000000 1700000033.5", "-7 -5.5 1e3", "0 0 0"]
+    wrong = ["3 2 4", "1 2", "1 2 3 4", "1 2 noon", "1  3", "1 2 nan", "", None, "1 2 1e999"]
+    times = [*good, *wrong, None, ""]
+    rows = pa.table({"seen": [*["a b c"] * len(times[:-2]), None, "", None], "times": [*times, "1 2"]})
+    block = parser.parse(rows)
+    assert [(row.line, row.reason, row.column) for row in block.rejected] == [
+        (line, "times", "times") for line in [*range(len(good), len(times) - 2), len(times)]
+    ]
+    expected = [0, 0, 33.5, 0, 1.5, 1007, 0, 0, 0]
+    assert block.numbers[0].tolist() == expected
+    np.testing.assert_allclose(block.numbers[1], np.log1p(expected), rtol=1e-6)
+    seconds = pa.array([[5, 90_000], [], None], pa.list_(pa.int64()))
+    for type_ in ("date32[day]", "timestamp[ms]", "timestamp[ns]"):
+        unit = {"date32[day]": 86_400, "timestamp[ms]": 1e-3, "timestamp[ns]": 1e-9}[type_]
+        own = pa.int32() if type_.startswith("date") else pa.int64()
+        typed = seconds.cast(pa.list_(own)).cast(pa.list_(pa.type_for_alias(type_)))
+        dates = parser.parse(pa.table({"seen": ["a b", None, None], "times": typed}))
+        np.testing.assert_allclose(dates.numbers[0], [0, 89_995 * unit], rtol=1e-6)
+
+
 DECIMALS = [Decimal(number) for number in (0, -3, 10, 2**53 + 1, 2**63 - 1, 2**63)]
 TYPED = (
     *(pa.array([0, 1, 10, -3, 12345678, 123456789, 2**53 + 1, -(2**63)]), pa.array([2**63, 2**64 - 1, 7], pa.uint64())),

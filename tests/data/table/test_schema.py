@@ -64,6 +64,14 @@ FEATURES: dict[str, Any] = {"categorical": {"site": {}}}
         ({"categorical": {"x": {"max_length": 3}}}, ["categorical.x", "max_length is of lists"]),
         ({"dense": {"x": {"separator": " "}}}, ["dense.x", "separator is of lists of numbers"]),
         ({"dense": {"x": {"gap_to": "time"}}}, ["dense.x", "gap_to is of lists of numbers"]),
+        ({"dense": {"x": {"since_first": True}}}, ["dense.x", "since_first is of lists of numbers"]),
+        (
+            {
+                "dense": {"x": {"beside": "seen", "gap_to": "time", "since_first": True}},
+                "categorical": {"seen": {"is_list": True}},
+            },
+            ["dense.x", "since_first and gap_to each take the place"],
+        ),
         (
             {
                 "dense": {"x": {"beside": "seen", "gap_to": "time", "missing": "zero"}},

@@ -54,6 +54,7 @@ from distembed.data.prepare.options import NoteCallback, ProgressCallback, ignor
 from distembed.data.prepare.staging import require_outside, staged_folder
 from distembed.data.prepare.table.inputs import TableInput, find_inputs
 from distembed.data.prepare.write_parquet import written_split
+from distembed.data.table.encoder import INTERACTIONS, TIME_SINCE_FIRST
 from distembed.data.table.vocabulary import FIRST_ID
 
 
@@ -222,10 +223,13 @@ def _prepare(
         if not (split.has_validation or (split.is_by_files and num_validation)):
             del splits["validation"]
         files_by_split = write_splits(folder, splits, schema, preparation.progress)
+        made = {"source": INTERACTIONS, **options.to_json(), "left_out": left_out}
+        if is_sequences:
+            made[TIME_SINCE_FIRST] = columns.time if columns.time in columns.dense else None
         manifest = Manifest(
             schema=schema,
             splits={name: written_split(files_by_split[name], schema) for name in splits},
-            preparation={"source": "interactions", **options.to_json(), "left_out": left_out},
+            preparation=made,
             vocabularies=vocabularies,
             sources=sources,
             rejected=rejected,

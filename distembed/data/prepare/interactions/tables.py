@@ -61,7 +61,7 @@ from distembed.data.prepare.table.inputs import TableInput
 from distembed.data.prepare.table.source import NamedRows, RowReader
 from distembed.data.prepare.write_parquet import ROW_GROUP_ROWS, WrittenFile, plan_files, rows_per_group, write_file
 from distembed.data.table.keys import coded
-from distembed.data.table.numbers import Bools, dense_values, finite_numbers, transformed
+from distembed.data.table.numbers import Bools, dense_values, ordered_times, transformed
 from distembed.data.table.schema import TableSchema
 from distembed.data.table.values import value_texts
 from distembed.data.table.vocabulary import FIRST_ID, VOCABULARY_GROUP_ROWS
@@ -74,7 +74,6 @@ _LINE = {
 }
 """Schema of lines of a user and items: text whose separator no line has."""
 _BLOCK_BYTES = 16 << 20
-_WHOLE_NUMBER = "^-?[0-9]{1,19}$"
 _MISSING = pa.array([""])
 _TEXTS = pa.schema({"number": pa.int32(), "code": pa.int32(), "key": pa.string()})
 
@@ -192,7 +191,7 @@ def _named(
         wrong["rating"] |= np.isnan(ratings)
         numbers.append(ratings)
     if columns.time is not None:
-        times, integers, wrong["time"] = _times(rows.columns[columns.time])
+        times, integers, wrong["time"] = ordered_times(rows.columns[columns.time])
         numbers += [times, integers]
     wrong["attribute"] = np.zeros(len(rows.lines), bool)
     for name in columns.dense:
@@ -209,30 +208,6 @@ def _texts(column: pa.Array) -> pa.DictionaryArray:
     values = coded(column, _MISSING)
     codes = pa.array(values.codes - 1, mask=values.codes == 0)
     return pa.DictionaryArray.from_arrays(codes, value_texts(values.distinct))
-
-
-def _times(column: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.int64], Bools]:
-    """Converts times to float64 and to int64, and returns both with a mask of malformed values.
-
-    Rows are sorted by the float, which holds every number, then by the integer, which orders long integers (as
-    nanoseconds) that are equal as floats of 53 bits. Dates become seconds, and their integers nanoseconds.
-    """
-    if is_date := pa.types.is_temporal(column.type):
-        try:
-            column = column.cast(pa.timestamp("ns")).cast(pa.int64())
-        except pa.ArrowInvalid:  # before 1677 or after 2262
-            microseconds = column.cast(pa.timestamp("us"), safe=False).cast(pa.int64())
-            column = pc.multiply(microseconds.cast(pa.float64(), safe=False), 1e3)
-    times, wrong = finite_numbers(column)
-    is_64_bit = np.abs(times) < 2.0**63
-    integers = np.where(is_64_bit, times, 0).astype(np.int64)
-    if pa.types.is_integer(column.type):
-        integers = column.fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
-    elif pa.types.is_string(column.type) and not (np.abs(times) < 2.0**53).all():  # smaller ones are exact
-        digits = pc.and_(pc.match_substring_regex(column, _WHOLE_NUMBER), pa.array(is_64_bit)).fill_null(False)
-        exact = pc.if_else(digits, column, "0").cast(pa.int64()).to_numpy()
-        integers = np.where(digits.to_numpy(zero_copy_only=False), exact, integers)
-    return times / 1e9 if is_date else times, integers, wrong
 
 
 @dataclass(frozen=True, eq=False)
