@@ -2,12 +2,15 @@
 
 import builtins
 import json
+import runpy
+import signal
 import sys
 import types
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -15,12 +18,13 @@ import torch
 import distembed
 from distembed.base.errors import RunError, UserError
 from distembed.serving.export.export_run import ExportOptions, export_run
-from distembed.serving.export.two_towers import write_faiss
 from distembed.serving.model_folder.manifest import ExportManifest
 from distembed.serving.model_folder.programs import load_program, load_programs
 from distembed.serving.model_folder.reading import read_manifest, require_sample, require_unchanged
 from distembed.serving.server.scoring import RowRequest, Scorer
 from distembed.training.trained_run import find_trained_run
+from tests.server.asgi import post, served
+from tests.server.processes import serving
 from tests.serving.test_two_towers import USER_COLUMNS, raw_rows, seen_films, trained
 from tests.small_runs import call
 from tests.tasks.retrieval_rows import NUM_ITEMS
@@ -91,6 +95,58 @@ def test_towers_and_the_index_have_the_vectors_of_the_run(run: Path, model: Path
     np.testing.assert_allclose(vectors, items.vectors, rtol=1e-5, atol=1e-6)
 
 
+def test_the_index_alone_gives_the_recommendations(run: Path, model: Path) -> None:
+    index = pq.read_table(model / "index" / "items.parquet")
+    assert index.schema.names == ["id", "item", "vector"] and index.schema.field("vector").type == pa.list_(
+        pa.float32(), 6
+    )
+    assert index["id"].to_pylist() == sorted(set(index["id"].to_pylist()))
+    vectors = np.stack(index["vector"].to_numpy())
+    loaded, asked = distembed.load(run), queries(run)
+    found = loaded.recommend(asked, k=NUM_ITEMS - len(max((seen_films(run, row["user"]) for row in asked), key=len)))
+    for query, user, own in zip(asked, loaded.user_vectors(asked), found.to_pylist(), strict=True):
+        left_out = np.isin(index["item"].to_pylist(), list(seen_films(run, query["user"])))
+        order = np.argsort(-np.where(left_out, -np.inf, vectors @ user))[: len(own["items"])]
+        assert own["items"] == [index["item"][int(place)].as_py() for place in order]
+
+
+def test_the_serving_example_recommends_as_the_run(run: Path, model: Path) -> None:
+    score = runpy.run_path(str(model / "serving_example.py"), run_name="__main__")["score"]  # which checks its sample
+    asked = queries(run)
+    items, scores = score([{**row, "film": sorted(seen_films(run, row["user"]))} for row in asked])
+    loaded = distembed.load(run)
+    expected, index = loaded.recommend(asked, k=7).to_pylist(), loaded.item_vectors()
+    values = dict(zip(index.ids.tolist(), index.values.to_pylist(), strict=True))
+    assert [[values[item] for item in row] for row in items.tolist()] == [row["items"] for row in expected]
+    np.testing.assert_allclose(scores, [row["scores"] for row in expected], rtol=1e-5)
+
+
+@pytest.mark.thorough
+def test_the_server_recommends_as_the_run(run: Path, model: Path, tmp_path: Path) -> None:
+    asked = queries(run)
+    rows = [{**row, "film": sorted(seen_films(run, row["user"]))} for row in asked]
+    expected = distembed.load(run).recommend(asked, k=7).to_pylist()
+    with serving(model, tmp_path / "server") as server:
+        status, found = server.ask(rows)
+        assert status == 200 and found["items"] == [row["items"] for row in expected]
+        np.testing.assert_allclose(found["scores"], [row["scores"] for row in expected], rtol=1e-5)
+        status, found = server.ask([rows[0], {**rows[1], "age": "old"}])
+        assert status == 422 and [(each["row"], each["field"]) for each in found["rows"]] == [(1, "age")]
+        assert server.end(signal.SIGINT) == 0
+
+
+@pytest.mark.thorough
+def test_rows_without_a_user_are_served_as_recommended(run: Path, tmp_path: Path) -> None:
+    arguments = ("task.user=null", "task.exclude_seen=false", "train.max_steps=3")
+    call("train", run.parent / "config.yaml", *arguments, "--run-dir", tmp_path / "run")
+    call("export", tmp_path / "run", "--output", tmp_path / "model", "--num-best", "5")
+    manifest, asked = read_manifest(tmp_path / "model"), queries(run)
+    assert manifest.recommends is not None and not manifest.recommends.excludes_seen
+    expected = distembed.load(tmp_path / "run").recommend(asked, k=5).to_pylist()
+    answer = post(served(tmp_path / "model"), asked)
+    assert answer.status == 200 and answer.json()["items"] == [row["items"] for row in expected]
+
+
 def _raw(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**{name: row[name] for name in USER_COLUMNS}, "history": "|".join(row["history"])} for row in rows]
 
@@ -150,14 +206,17 @@ def test_faiss_is_asked_for_where_it_is_missing(run: Path, tmp_path: Path, monke
     assert not (tmp_path / "model").exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["flat", "hnsw"])
 def test_a_faiss_index_finds_the_items_of_exact_search(run: Path, tmp_path: Path, kind: Any) -> None:
     faiss = pytest.importorskip("faiss", reason="faiss-cpu is an extra that is not installed")
     assert isinstance(faiss, types.ModuleType)
     loaded, asked = distembed.load(run), queries(run)
     items = loaded.item_vectors()
-    write_faiss(items, tmp_path / "items.faiss", kind)
-    scores, places = faiss.read_index(str(tmp_path / "items.faiss")).search(loaded.user_vectors(asked), 5)
+    call("export", run, "--output", tmp_path / "model", "--faiss", kind)
+    index = read_manifest(tmp_path / "model").index
+    assert index is not None and index.faiss == "index/items.faiss"
+    scores, places = faiss.read_index(str(tmp_path / "model" / index.faiss)).search(loaded.user_vectors(asked), 5)
     expected = np.sort(loaded.user_vectors(asked) @ items.vectors.T)[:, ::-1][:, :5]
     np.testing.assert_allclose(scores, expected, rtol=1e-5)
     assert places.shape == (9, 5)

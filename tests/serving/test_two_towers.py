@@ -100,6 +100,27 @@ def test_threads_share_one_search_and_predictions_read_no_catalogue(run: Path, m
 
 
 @pytest.mark.thorough
+def test_rows_without_a_user_are_predicted_and_recommended_alike(run: Path, tmp_path: Path) -> None:
+    arguments = ("task.user=null", "task.exclude_seen=false", "train.max_steps=3")
+    call("train", run.parent / "config.yaml", *arguments, "--run-dir", tmp_path / "run")
+    call("predict", tmp_path / "run", "--output", tmp_path / "split.parquet")
+    split = pq.read_table(tmp_path / "split.parquet")
+    clicks = [row for row in raw_rows(run) if row["split"] == "test" and row["click"]]
+    assert len(split) == len(clicks) and split.column_names[0] == "item_1" and "user" not in split.column_names
+    asked = [{name: row[name] for name in USER_COLUMNS} for row in clicks]
+    pq.write_table(pa.Table.from_pylist(asked), tmp_path / "rows.parquet")
+    call("predict", tmp_path / "run", "--input", tmp_path / "rows.parquet", "--output", tmp_path / "raw.parquet")
+    assert pq.read_table(tmp_path / "raw.parquet").select(split.column_names).equals(split)
+    model = distembed.load(tmp_path / "run")
+    names = [f"item_{place}" for place in range(1, 11)]
+    best = [list(row.values()) for row in split.select(names).to_pylist()]
+    assert model.recommend(asked, k=10)["items"].to_pylist() == best
+    hits = [row["film"] in own for row, own in zip(clicks, best, strict=True)]
+    assert model.evaluate("test")["recall@10"] == pytest.approx(np.mean(hits))
+    assert len(model.recommend(asked[:1], k=NUM_ITEMS)["items"][0]) == NUM_ITEMS  # nothing is left out
+
+
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_raw_rows_and_a_split_get_equal_items_on_any_number_of_ranks(run: Path, tmp_path: Path) -> None:
     call("predict", run, "--output", tmp_path / "split.parquet")

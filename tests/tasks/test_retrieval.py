@@ -21,7 +21,7 @@ from distembed.data.dataset.schema import LABELS, SPARSE_FEATURES, WEIGHTS
 from distembed.data.reader import Batch, BatchOrder, BatchReader
 from distembed.embedding import CompositionalEmbeddingBagCollection
 from distembed.models import ModelInputs, TwoTower
-from distembed.models.two_tower import unit_vectors
+from distembed.models.two_tower import TowerVectors, unit_vectors
 from distembed.planning.request import Workload
 from distembed.tasks import RetrievalTask
 from distembed.tasks.base import BatchPosition, TaskContext
@@ -188,6 +188,53 @@ def test_a_step_equals_one_in_float64(
         assert gradient is not None, name
         tolerance = 1e-5 * max(1.0, own_gradient.abs().max().item())
         np.testing.assert_allclose(gradient.to_dense(), own_gradient, rtol=1e-5, atol=tolerance, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"loss": "in_batch"},
+        {"loss": "sampled", "num_negatives": 12},
+        {"loss": "sampled", "num_negatives": 12, "negative_exponent": 1.0},
+    ],
+)
+def test_the_mean_over_draws_is_the_softmax_over_the_catalogue(
+    dataset: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    """The mean of exp(loss) is unbiased: the sum over all items of the exponentials, over the target's exponential."""
+    num_rows, num_draws = 12, 250
+    task, _, _ = make(dataset, tmp_path, task=settings)
+    films = np.array([row["film"] for row in rows_of(dataset, "train") if row["label"] and row["film"] not in RESERVED])
+    rng = np.random.default_rng(0)
+    size = 1 + max(features_of_items(dataset))
+    # an item's score is a random number, and higher for an item of more pairs
+    table = torch.from_numpy(np.stack([rng.normal(0, 0.5, size), np.log1p(np.bincount(films, minlength=size))], 1))
+    table, query = table.float(), torch.ones(1, 2)
+    target = int(films[0])
+    batch = read_batch(dataset, num_rows)
+    features = batch[SPARSE_FEATURES]
+    found, uncorrected = [], []
+    for step in range(num_draws):
+        # the other pairs of the step are draws of the training split's pairs
+        others = rng.choice(films, num_rows - 1)
+        features["film"].values()[:] = torch.from_numpy(np.append(target, others))
+        prepared = task.prepare_batch(
+            Batch({**batch.fields, LABELS: torch.ones(num_rows)}, num_rows), BatchPosition(step, 0)
+        )
+        weights = torch.zeros(num_rows)
+        weights[0] = 1.0
+        ids = prepared[ITEM_IDS]
+        vectors = TowerVectors(query.expand(num_rows, 2), table[ids])
+        loss, _ = task.step(vectors, Batch({**prepared.fields, WEIGHTS: weights}, num_rows))
+        found.append(loss.double().exp().item())
+        scores = table[ids].sum(1).double()
+        uncorrected.append(1 + (scores - scores[0]).exp()[ids != target].mean().item() * (len(set(films)) - 1))
+    items = sorted(set(films) if settings["loss"] == "in_batch" else features_of_items(dataset))
+    scores = table.sum(1).double()
+    expected = (scores[items] - scores[target]).exp().sum().item()
+    error = np.std(found, ddof=1) / math.sqrt(num_draws)
+    assert error < 0.03 * expected and abs(np.mean(found) - expected) < 4 * error
+    assert abs(np.mean(uncorrected) - expected) > 12 * error  # equal weights of all candidates are far off
 
 
 def test_a_step_without_two_pairs_has_no_loss_against_other_rows(dataset: Path, tmp_path: Path) -> None:
