@@ -11,10 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import torch
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.base.errors import UserError
-from distembed.data.dataset.schema import ITEM
 from distembed.data.reader import Batch
 from distembed.data.table.vocabulary import take_values
 from distembed.models.two_tower import TowerVectors
@@ -22,7 +20,7 @@ from distembed.serving.whole_model import WholeModel
 from distembed.tasks import RetrievalTask
 from distembed.tasks.catalogue import CatalogueRanking
 from distembed.tasks.catalogue.item_vectors import ItemVectors
-from distembed.tasks.ranking import EXCLUDED, RELEVANT
+from distembed.tasks.recommendations import rank_queries
 from distembed.training.inference import EVALUATION_BATCH_SIZE
 
 
@@ -93,9 +91,7 @@ class ItemSearch:
         best, scores = [np.empty((0, k), np.int64)], [np.empty((0, k), np.float32)]
         for batch in batches:
             prepared = self._task.prediction_batch(batch).to(self._model.blueprint.device)
-            relevant, excluded = prepared[RELEVANT], prepared[EXCLUDED]
-            assert isinstance(relevant, KeyedJaggedTensor) and isinstance(excluded, KeyedJaggedTensor)
-            ranked = ranking.rank(self._queries(prepared).queries.float(), relevant[ITEM], excluded[ITEM])
+            ranked = rank_queries(ranking, self._queries(prepared).queries, prepared)
             best.append(ranked.best.cpu().numpy())
             scores.append(ranked.best_scores.cpu().numpy())
         return np.concatenate(best), np.concatenate(scores)

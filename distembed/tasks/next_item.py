@@ -34,23 +34,17 @@ from distembed.data.table.vocabulary import reserved_ids
 from distembed.models.queries import Queries
 from distembed.models.sequences import feature_lengths, feature_values
 from distembed.sse import IdPerturbation
-from distembed.tasks.base import BatchPosition, Outputs, Rows, Sums, Task, TaskContext
+from distembed.tasks.base import BatchPosition, Outputs, Rows, TaskContext
 from distembed.tasks.catalogue import NOT_RANKED, CatalogueRanking, NegativeDraws, UserItems, item_weights
 from distembed.tasks.catalogue.softmax import catalogue_cross_entropy, drawn_cross_entropy, in_batch_cross_entropy
 from distembed.tasks.next_item_config import NEXT_ITEM_KINDS, SAMPLED_KINDS, NextItemConfig
-from distembed.tasks.ranking_metrics import RankingMetrics, coverage, coverage_metric
+from distembed.tasks.ranking_metrics import RankingMetrics
 from distembed.tasks.recommendations import (
     HAS_NEGATIVES,
-    RECOMMENDATIONS,
-    id_columns,
-    prediction_columns,
-    predictions,
     recommendations,
-    seen_items_metrics,
     without_negatives_lines,
 )
-from distembed.tasks.reported_metrics import headline_first
-from distembed.tasks.seen_items import seen_items_rule
+from distembed.tasks.recommending_task import RecommendingTask
 from distembed.tasks.sequence_batches import Cuts, columns, cut_lists, item_lengths, jagged
 
 SEEN = "seen"
@@ -63,13 +57,12 @@ LOG_PROBABILITIES = "log_probabilities"
 """Name of the field that has the logarithm of the probability with which each negative was drawn."""
 
 
-class NextItemTask(Task):
+class NextItemTask(RecommendingTask):
     """Predicts the next item of sequences from a model that returns a query for each target."""
 
     batch_fields = (SPARSE_FEATURES,)
     replaced_features = (ITEM_TARGET, ITEM_NEGATIVE)
     scored_tables = (ITEM,)
-    prediction_outputs = ("users", "best_scores")
 
     def __init__(self, config: NextItemConfig) -> None:
         self._config = config
@@ -79,19 +72,13 @@ class NextItemTask(Task):
             "sampled_softmax": self._drawn_losses if config.draws_negatives else self._in_batch_losses,
         }[config.loss]
         self.dense_tables = (ITEM,) if config.loss == "softmax" else ()
-        cutoffs, self._num_best = tuple(config.cutoffs), config.cutoffs[-1]
-        self._metrics = RankingMetrics(cutoffs)
-        self._sampled = RankingMetrics(cutoffs, config.sampled_candidates + 1) if config.sampled_candidates else None
-        shown = tuple(f"{kind}@{self._num_best}" for kind in ("ndcg", "hr"))
-        reported = (
-            *self._metrics.reported(NEXT_ITEM_KINDS, shown),
-            *(self._sampled.reported(SAMPLED_KINDS, shown) if self._sampled else ()),
-            coverage_metric(self._num_best),
-        )
-        self.reported_metrics = headline_first(reported, config.headline)
-        self.outputs = ("metrics", "excluded_targets", *RECOMMENDATIONS, *(("sampled",) if self._sampled else ()))
+        num_ranked = config.sampled_candidates + 1
+        shown = tuple(f"{kind}@{max(config.cutoffs)}" for kind in SAMPLED_KINDS)
+        self._sampled = RankingMetrics(tuple(config.cutoffs), num_ranked) if config.sampled_candidates else None
+        super().__init__(config, NEXT_ITEM_KINDS, self._sampled.reported(SAMPLED_KINDS, shown) if self._sampled else ())
+        self._row_name = "rows"
+        self.outputs = (*self.outputs, *(("sampled",) if self._sampled else ()))
         self.unknown_columns = (USER,)
-        self.prediction_columns, self.id_columns = prediction_columns(self._num_best), id_columns(self._num_best)
         self._targets_per_row = 1.0
         self._context: TaskContext | None = None
         self._on_hosts: Collectives | None = None
@@ -114,6 +101,10 @@ class NextItemTask(Task):
         for name, rule in context.sse.items():
             rank = context.ranks.rank
             self.perturbations[name] = IdPerturbation(self._num_items, rule, name, seed=context.seed, rank=rank)
+
+    @property
+    def num_candidates(self) -> int:
+        return self._num_items - len(self._reserved)
 
     @property
     def _started(self) -> TaskContext:
@@ -328,36 +319,15 @@ class NextItemTask(Task):
         return drawn, has_enough.to(users.device)
 
     def metrics(self, rows: Rows) -> dict[str, float]:
-        metrics = seen_items_metrics(self._config.excludes_seen, rows) | self._metrics.means(rows["metrics"])
+        metrics = super().metrics(rows)
         if self._sampled is not None:
             metrics["sampled_rows"] = self._sampled.num_known(rows["sampled"])
             metrics |= self._sampled.means(rows["sampled"])
-        num_items = self._num_items - len(self._reserved)
-        return metrics | {f"coverage@{self._num_best}": coverage(rows["best"], num_items)}
+        return metrics
 
-    def training_sums(self, outputs: Outputs) -> Outputs:
-        """Returns nothing: the loss says how training goes."""
-        return {}
-
-    def training_metrics(self, sums: Sums) -> dict[str, float]:
-        return {}
-
-    def predictions(self, rows: Rows) -> dict[str, npt.NDArray[Any]]:
-        """Returns the best candidates of each row that has a target; -1 where there are fewer."""
-        return predictions(rows, self._num_best)
-
-    def describe(self, metrics: Mapping[str, Any]) -> str:
-        shown = [
-            f"{metric.heading} {metrics[metric.name]:.4f}" for metric in self.reported_metrics if metric.in_terminal
-        ]
+    def _remarks(self, metrics: Mapping[str, Any]) -> str:
         lacking = metrics["rows"] - metrics.get("sampled_rows", metrics["rows"])
-        short_rows = f"; {lacking:,} have fewer than {self._config.sampled_candidates} others" if lacking else ""
-        return (
-            f"{'  '.join(shown)}  ({metrics['rows']:,} rows; {seen_items_rule(self._config.excludes_seen)}{short_rows})"
-        )
-
-    def describe_training(self, metrics: Mapping[str, Any]) -> str:
-        return ""
+        return f"; {lacking:,} have fewer than {self._config.sampled_candidates} others" if lacking else ""
 
 
 def _jagged_field(batch: Batch, name: str) -> KeyedJaggedTensor:

@@ -7,62 +7,48 @@ In an evaluation a row is a user of the split, and the user's items of the split
 with ``exclude_seen`` without the user's items of earlier splits: a relevant one among them is a miss.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
-import numpy.typing as npt
 import torch
 from jaxtyping import Int64
 from torch import Tensor, nn
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.schema import ITEM, ITEM_NEGATIVE, SPARSE_FEATURES, USER
 from distembed.data.reader import Batch, BatchShares
-from distembed.data.table.vocabulary import reserved_ids
 from distembed.models.queries import Queries
-from distembed.tasks.base import BatchPosition, Outputs, Rows, Sums, Task, TaskContext
-from distembed.tasks.catalogue import CatalogueRanking, NegativeDraws, UserItems, item_weights
+from distembed.tasks.base import BatchPosition, Outputs, Sums, TaskContext
+from distembed.tasks.catalogue import CatalogueRanking, NegativeDraws, item_weights
 from distembed.tasks.config import batch_schema
+from distembed.tasks.pair_columns import PairColumns
 from distembed.tasks.ranking_config import RANKING_KINDS, RankingConfig
-from distembed.tasks.ranking_metrics import RankingMetrics, coverage, coverage_metric
 from distembed.tasks.rating import squares
 from distembed.tasks.recommendations import (
     HAS_NEGATIVES,
-    RECOMMENDATIONS,
-    id_columns,
-    prediction_columns,
-    predictions,
+    RELEVANT,
+    no_items,
+    rank_queries,
+    ranked_fields,
     ranked_targets,
     recommendations,
-    seen_items_metrics,
     without_negatives_lines,
 )
-from distembed.tasks.reported_metrics import headline_first
-from distembed.tasks.seen_items import seen_items_rule, splits_of_seen_items
-
-RELEVANT, EXCLUDED = "relevant", "excluded"
-"""Names of an evaluation batch's fields: each user's items that should rank high, and those that are not ranked."""
+from distembed.tasks.recommending_task import RecommendingTask
+from distembed.tasks.split_items import SplitItems
 
 
-class RankingTask(Task):
+class RankingTask(RecommendingTask):
     """Ranks items for users by a model that returns queries of users with the rows' items and negative items."""
 
     batch_fields = (SPARSE_FEATURES,)
     scored_tables = (ITEM,)
-    outputs = ("metrics", "excluded_targets", *RECOMMENDATIONS)
-    prediction_outputs = ("users", "best_scores")
 
     def __init__(self, config: RankingConfig) -> None:
+        super().__init__(config, RANKING_KINDS)
         self._config = config
-        self._metrics = RankingMetrics(tuple(config.cutoffs))
-        self._num_best = max(config.cutoffs)
-        shown = tuple(f"{kind}@{self._num_best}" for kind in ("ndcg", "hr"))
-        reported = (*self._metrics.reported(RANKING_KINDS, shown), coverage_metric(self._num_best))
-        self.reported_metrics = headline_first(reported, config.headline)
-        self.prediction_columns, self.id_columns = prediction_columns(self._num_best), id_columns(self._num_best)
 
     def start(self, context: TaskContext) -> None:
         """Stores the context and the item table's size and reserved ids; users' items are read at first use."""
@@ -70,22 +56,19 @@ class RankingTask(Task):
         self._schema = batch_schema(self._config, context.schema)
         self._num_items = next(feature.num_embeddings for feature in context.schema.categorical if feature.name == ITEM)
         self.distinct_outputs = {"best": self._num_items}
-        self._reserved = reserved_ids(Manifest.load(context.dataset), ITEM)
-        self._items: dict[tuple[str, ...], UserItems] = {}
+        self._items = SplitItems(context, PairColumns(), self._config.excludes_seen)
+        self._reserved = self._items.reserved_items
+
+    @property
+    def num_candidates(self) -> int:
+        return self._num_items - len(self._reserved)
 
     @cached_property
     def _negatives(self) -> NegativeDraws:
         """The draws of negative items, which exclude each user's items in training."""
-        training_items = self._items_of([self._context.data.train])
+        training_items = self._items.of(self._context.data.train)
         weights = item_weights(training_items.users_of_items(), self._config.negative_exponent, self._reserved)
         return NegativeDraws(weights, training_items.to(self._context.ranks.device), self._context.seed)
-
-    def _items_of(self, splits: Sequence[str]) -> UserItems:
-        """Returns each user's distinct items in some splits; the result is cached by the names of the splits."""
-        key = tuple(splits)
-        if key not in self._items:
-            self._items[key] = UserItems.of_splits(self._context.dataset, splits)
-        return self._items[key]
 
     def start_lines(self) -> list[str]:
         return without_negatives_lines(self._negatives.users_without_items, self._context.dataset)
@@ -132,17 +115,14 @@ class RankingTask(Task):
 
     def evaluation_batches(self, split: str, batch_size: int) -> Iterator[Batch]:
         ranks = self._context.ranks
-        seen_items = self._seen_before(split)
-        relevant = self._items_of([split])
+        self._unknown = self._items.count_unknown(split)
+        seen_items, relevant = self._items.seen_before(split), self._items.of(split)
         users = (relevant.offsets.diff() > 0).nonzero().flatten()
         steps = BatchShares(len(users), batch_size, ranks.world_size).steps(ranks.rank)
         for rows in list(steps) or [range(0)]:  # one empty batch without users: metrics need outputs of known shapes
             batch_users = users[rows.start : rows.stop]
-            fields = {
-                SPARSE_FEATURES: self._user_features(batch_users),
-                RELEVANT: item_features(relevant.of(batch_users)),
-                EXCLUDED: item_features(seen_items.of(batch_users)),
-            }
+            lists = ranked_fields(relevant.of(batch_users), seen_items.of(batch_users))
+            fields = {SPARSE_FEATURES: self._user_features(batch_users), **lists}
             yield Batch(fields, max(len(users), 1))
 
     def prediction_batch(self, batch: Batch) -> Batch:
@@ -150,22 +130,9 @@ class RankingTask(Task):
         features = batch[SPARSE_FEATURES]
         assert isinstance(features, KeyedJaggedTensor)
         users = features[USER].values().long()
-        seen_items = self._seen_before(self._context.data.test)
-        no_items = JaggedTensor(users[:0], lengths=torch.zeros_like(users))
-        fields = {
-            SPARSE_FEATURES: self._user_features(users),
-            RELEVANT: item_features(no_items),
-            EXCLUDED: item_features(seen_items.of(users)),
-        }
+        lists = ranked_fields(no_items(len(users)), self._items.seen_before(self._context.data.test).of(users))
+        fields = {SPARSE_FEATURES: self._user_features(users), **lists}
         return Batch(fields, batch.global_batch_size)
-
-    def _seen_before(self, split: str | None) -> UserItems:
-        """Returns the items that a ranking excludes: each user's items in the splits before ``split``; None for all.
-
-        It is empty where ``exclude_seen`` is false, and where only the dataset's metadata is here, without its rows.
-        """
-        excludes_seen = self._config.excludes_seen
-        return self._items_of(splits_of_seen_items(self._context.data, self._context.dataset, split, excludes_seen))
 
     def _user_features(self, users: Int64[Tensor, " users"]) -> KeyedJaggedTensor:
         """Returns the features of a batch of users, whose ids alone matter.
@@ -185,20 +152,15 @@ class RankingTask(Task):
 
     def evaluate(self, outputs: Queries, batch: Batch) -> Outputs:
         """Returns each user with its metrics and best items; all ranks call it."""
-        features, relevant, excluded = (batch[name] for name in (SPARSE_FEATURES, RELEVANT, EXCLUDED))
-        assert isinstance(features, KeyedJaggedTensor)
-        assert isinstance(relevant, KeyedJaggedTensor) and isinstance(excluded, KeyedJaggedTensor)
-        ranking = CatalogueRanking(outputs.catalogue, self._reserved, self._num_best)
-        ranked = ranking.rank(outputs.vectors.float(), relevant[ITEM], excluded[ITEM])
+        features, relevant = batch[SPARSE_FEATURES], batch[RELEVANT]
+        assert isinstance(features, KeyedJaggedTensor) and isinstance(relevant, KeyedJaggedTensor)
+        ranked = rank_queries(
+            CatalogueRanking(outputs.catalogue, self._reserved, self._num_best), outputs.vectors, batch
+        )
         return {
             **ranked_targets(ranked, relevant.lengths().long(), self._metrics),
             **recommendations(features[USER].values(), outputs, ranked),
         }
-
-    def metrics(self, rows: Rows) -> dict[str, float]:
-        num_items, num_best = self._num_items - len(self._reserved), self._num_best
-        metrics = seen_items_metrics(self._config.excludes_seen, rows) | self._metrics.means(rows["metrics"])
-        return metrics | {f"coverage@{num_best}": coverage(rows["best"], num_items)}
 
     def training_sums(self, outputs: Outputs) -> Outputs:
         """Returns ``ordered`` [2]: the sum over rows of the share of negatives scored below the item, and the rows.
@@ -214,17 +176,5 @@ class RankingTask(Task):
         ordered, num_rows = sums["ordered"].tolist()
         return {"ordered": ordered / num_rows if num_rows else float("nan")}
 
-    def predictions(self, rows: Rows) -> dict[str, npt.NDArray[Any]]:
-        return predictions(rows, self._num_best)
-
-    def describe(self, metrics: Mapping[str, Any]) -> str:
-        shown = [f"{metric.heading} {metrics[metric.name]:.4f}" for metric in self.reported_metrics]
-        return f"{'  '.join(shown)}  ({metrics['rows']:,} users; {seen_items_rule(self._config.excludes_seen)})"
-
     def describe_training(self, metrics: Mapping[str, Any]) -> str:
         return f"ordered {metrics['ordered']:.4f}"
-
-
-def item_features(items: JaggedTensor) -> KeyedJaggedTensor:
-    """Returns the items of each row of an evaluation as a batch's field of the feature ``item``."""
-    return KeyedJaggedTensor([ITEM], items.values(), lengths=items.lengths())

@@ -5,24 +5,25 @@ A file has a row for each row that was ranked: ``user``, ``item_1`` to ``item_k`
 asks for them; where there are fewer than k items, the item is null (-1 among ids) and the score is -inf.
 """
 
-from typing import Any
-
-import numpy.typing as npt
 import torch
-from jaxtyping import Int64
+from jaxtyping import Float, Int64
 from torch import Tensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.mirror import dataset_folder
 from distembed.data.dataset.schema import ITEM, USER
+from distembed.data.reader.batch import Batch
 from distembed.data.table.vocabulary import raw_values, take_values
 from distembed.models.queries import Queries
-from distembed.tasks.base import Outputs, Rows
-from distembed.tasks.catalogue import NOT_RANKED, RankedItems
+from distembed.tasks.base import Outputs
+from distembed.tasks.catalogue import NOT_RANKED, CatalogueRanking, RankedItems
 from distembed.tasks.ranking_metrics import RankingMetrics
 
 RECOMMENDATIONS = ("users", "best", "best_scores")
 """Names of the outputs of :func:`recommendations`."""
+RELEVANT, EXCLUDED = "relevant", "excluded"
+"""Names of an evaluation batch's fields: each row's items that should rank high, and those that are not ranked."""
 HAS_NEGATIVES = "has_negatives"
 """Name of the field of a training batch, one boolean a row or target: whether there is a negative for its user."""
 _MOST_NAMED = 3
@@ -53,10 +54,35 @@ def ranked_targets(ranked: RankedItems, lengths: Int64[Tensor, " queries"], metr
     return {"metrics": metrics.by_query(ranked.ranks, lengths), "excluded_targets": excluded_targets}
 
 
-def seen_items_metrics(excludes_seen: bool, rows: Rows) -> dict[str, float]:
-    """Returns the metrics ``rows``, ``exclude_seen``, and ``excluded_targets``: unranked, since seen, targets."""
-    excluded_targets = int(rows["excluded_targets"].sum())
-    return {"rows": len(rows["excluded_targets"]), "exclude_seen": excludes_seen, "excluded_targets": excluded_targets}
+def rank_queries(ranking: CatalogueRanking, vectors: Float[Tensor, "queries dim"], batch: Batch) -> RankedItems:
+    """Ranks items for an evaluation's batch with the fields :data:`RELEVANT` and :data:`EXCLUDED`; all ranks call it.
+
+    Args:
+        ranking: The catalogue.
+        vectors: The vector of each row's query.
+        batch: The rows.
+    """
+    relevant, excluded = batch[RELEVANT], batch[EXCLUDED]
+    assert isinstance(relevant, KeyedJaggedTensor) and isinstance(excluded, KeyedJaggedTensor)
+    return ranking.rank(vectors.float(), relevant[ITEM], excluded[ITEM])
+
+
+def ranked_fields(relevant: JaggedTensor, excluded: JaggedTensor) -> dict[str, KeyedJaggedTensor]:
+    """Returns the fields of an evaluation's batch from which :func:`rank_queries` ranks items.
+
+    Args:
+        relevant: The items of each row that should rank high.
+        excluded: The items of each row that are not ranked.
+    """
+    return {
+        name: KeyedJaggedTensor([ITEM], items.values(), lengths=items.lengths())
+        for name, items in ((RELEVANT, relevant), (EXCLUDED, excluded))
+    }
+
+
+def no_items(num_rows: int) -> JaggedTensor:
+    """Returns no item for each of some rows."""
+    return JaggedTensor(torch.zeros(0, dtype=torch.int64), lengths=torch.zeros(num_rows, dtype=torch.int64))
 
 
 def without_negatives_lines(users: Int64[Tensor, " users"], dataset: str) -> list[str]:
@@ -82,10 +108,3 @@ def id_columns(num_best: int) -> tuple[str, ...]:
 def prediction_columns(num_best: int) -> tuple[str, ...]:
     """Returns the names of all columns."""
     return (*id_columns(num_best), *(f"score_{index + 1}" for index in range(num_best)))
-
-
-def predictions(rows: Rows, num_best: int) -> dict[str, npt.NDArray[Any]]:
-    """Returns the columns of rows with the outputs of :func:`recommendations`."""
-    users, best, scores = (rows[name] for name in RECOMMENDATIONS)
-    columns = [users, *best.reshape(-1, num_best).T, *scores.reshape(-1, num_best).T]
-    return dict(zip(prediction_columns(num_best), columns, strict=True))

@@ -19,9 +19,8 @@ split. An evaluation computes the vectors of all items, then ranks all of them e
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,52 +34,40 @@ from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.schema import ITEM, LABELS, SPARSE_FEATURES, USER, WEIGHTS
 from distembed.data.reader import Batch, BatchShares, read_share
-from distembed.data.table.vocabulary import reserved_ids
 from distembed.models.queries import Items
 from distembed.models.two_tower import TowerVectors
-from distembed.tasks.base import BatchPosition, Outputs, Rows, Sums, Task, TaskContext
-from distembed.tasks.catalogue import CatalogueRanking, NegativeDraws, UserItems, item_weights
+from distembed.tasks.base import BatchPosition, Outputs, TaskContext
+from distembed.tasks.catalogue import CatalogueRanking, NegativeDraws, item_weights
 from distembed.tasks.catalogue.item_vectors import ItemVectors
 from distembed.tasks.catalogue.keyed_rows import KeyedRows, columns_of
 from distembed.tasks.catalogue.rank_rows import RankRows, gather_with_gradients
 from distembed.tasks.catalogue.softmax import BatchCandidates
-from distembed.tasks.catalogue.user_items import count_items, count_unknown
-from distembed.tasks.ranking import EXCLUDED, RELEVANT, item_features
-from distembed.tasks.ranking_metrics import RankingMetrics, coverage, coverage_metric
+from distembed.tasks.catalogue.user_items import count_items
 from distembed.tasks.recommendations import (
-    RECOMMENDATIONS,
-    id_columns,
-    prediction_columns,
+    RELEVANT,
+    no_items,
+    rank_queries,
+    ranked_fields,
     ranked_targets,
-    seen_items_metrics,
 )
-from distembed.tasks.reported_metrics import headline_first
+from distembed.tasks.recommending_task import RecommendingTask
 from distembed.tasks.retrieval_batches import FeatureRows, stacked
 from distembed.tasks.retrieval_config import RETRIEVAL_KINDS, RetrievalConfig
-from distembed.tasks.seen_items import seen_items_rule, splits_of_seen_items
+from distembed.tasks.split_items import SplitItems
 
 ITEM_IDS = "item_ids"
 """Name of the field that has the id of each row's item; in evaluations batches of items of the catalogue have it."""
 
 
-class RetrievalTask(Task):
+class RetrievalTask(RecommendingTask):
     """Finds items for users by a model that returns the vectors of queries and of items."""
 
     batch_fields = (SPARSE_FEATURES,)
-    prediction_outputs = ("users", "best_scores")
 
     def __init__(self, config: RetrievalConfig) -> None:
+        super().__init__(config, RETRIEVAL_KINDS, has_users=config.user is not None)
         self._config = config
         self._num_negatives = config.num_negatives if config.loss == "sampled" else 0
-        self._metrics = RankingMetrics(tuple(config.cutoffs))
-        self._num_best = max(config.cutoffs)
-        shown = tuple(f"{kind}@{self._num_best}" for kind in ("recall", "ndcg"))
-        reported = (*self._metrics.reported(RETRIEVAL_KINDS, shown), coverage_metric(self._num_best))
-        self.reported_metrics = headline_first(reported, config.headline)
-        columns, ids = prediction_columns(self._num_best), id_columns(self._num_best)
-        has_users = config.user is not None
-        self.prediction_columns, self.id_columns = (columns, ids) if has_users else (columns[1:], ids[1:])
-        self.outputs = ("metrics", "excluded_targets", *(RECOMMENDATIONS if has_users else RECOMMENDATIONS[1:]))
         self.added_rows = dict.fromkeys(config.item_side, self._num_negatives) if self._num_negatives else {}
         self.id_features = {USER: config.user or USER, ITEM: config.item_name}
         self._context: TaskContext | None = None
@@ -94,13 +81,10 @@ class RetrievalTask(Task):
             )
         self._context = context
         self._item, self._pairs = self._config.item_name, self._config.pair_columns(context.schema)
-        manifest = Manifest.load(context.dataset)
         items = next(feature for feature in context.schema.categorical if feature.name == self._item)
         self.distinct_outputs = {"best": items.num_embeddings}
-        self._reserved = reserved_ids(manifest, self._item)
-        self._reserved_users = () if self._config.user is None else reserved_ids(manifest, self._config.user)
-        self._user_items: dict[tuple[str, ...], UserItems] = {}
-        self._unknown: dict[str, int] = {}
+        self._items = SplitItems(context, self._pairs, self._config.excludes_seen)
+        self._reserved = self._items.reserved_items
         self._group = dist.group.WORLD if context.ranks.world_size > 1 else None
         self.scored_items = ItemVectors(self._group)
 
@@ -115,9 +99,8 @@ class RetrievalTask(Task):
         return self._started.dataset
 
     @property
-    def excludes_seen(self) -> bool:
-        """Whether items that a user has are left out."""
-        return self._config.excludes_seen
+    def num_candidates(self) -> int:
+        return len(self.catalogue)
 
     @cached_property
     def catalogue(self) -> KeyedRows:
@@ -176,17 +159,6 @@ class RetrievalTask(Task):
             )
         return num_pairs / Manifest.load(self._started.dataset).splits[data.train].num_rows
 
-    def _items_of(self, splits: list[str]) -> UserItems:
-        """Returns each known user's distinct items in some splits; the result is cached by the names of the splits.
-
-        Rows with a missing or unknown user share an id and are of many users, who have no items here.
-        """
-        key = tuple(splits)
-        if key not in self._user_items:
-            items = UserItems.of_splits(self._started.dataset, splits, self._pairs)
-            self._user_items[key] = items.without(self._reserved_users)
-        return self._user_items[key]
-
     def start_lines(self) -> list[str]:
         """Returns no line; reads the inputs of the first step, so that no rank waits for another in a collective.
 
@@ -208,9 +180,8 @@ class RetrievalTask(Task):
         is_pair = self._is_pair(batch, items)
         if position is None:
             relevant = JaggedTensor(items[is_pair], lengths=torch.ones(int(is_pair.sum()), dtype=torch.int64))
-            none = JaggedTensor(items[:0], lengths=torch.zeros_like(relevant.lengths()))
             rows = FeatureRows.of(batch, self._started.schema).without(self._config.item_side)
-            return self._queries(rows.where(is_pair.numpy()), relevant, none)
+            return self._queries(rows.where(is_pair.numpy()), relevant, no_items(int(is_pair.sum())))
         self.scored_items = ItemVectors(self._group)  # frees the item vectors of the last evaluation
         parts, ids = [FeatureRows.of(batch, self._started.schema).where(is_pair.numpy())], [items[is_pair]]
         weights = torch.full(ids[0].shape, 1 / self._pair_share)
@@ -280,51 +251,37 @@ class RetrievalTask(Task):
     def query_batches(self, split: str, batch_size: int) -> Iterator[Batch]:
         """Yields this rank's queries of a split: one for each user, from its first row, or one for each row."""
         ranks, dataset, user = self._started.ranks, self._started.dataset, self._config.user
-        self._unknown = count_unknown(dataset, split, self._pairs)
+        self._unknown = self._items.count_unknown(split)
         if user is None:
             for batch in read_share(dataset, split, batch_size, rank=ranks.rank, world_size=ranks.world_size):
                 yield self.prepare_batch(batch, None)
             return
         columns = columns_of(self._started.schema, self._config.user_side(self._started.schema), self._pairs.label)
-        rows = KeyedRows.of_splits(dataset, [split], columns, user, "first").without(self._reserved_users)
-        relevant = self._items_of([split])
-        seen = self._items_of(self._splits_of_seen_items(split))
+        rows = KeyedRows.of_splits(dataset, [split], columns, user, "first").without(self._items.reserved_users)
+        relevant, seen = self._items.of(split), self._items.seen_before(split)
         steps = BatchShares(len(rows), batch_size, ranks.world_size).steps(ranks.rank)
         for step in list(steps) or [range(0)]:
             positions = np.arange(step.start, step.stop)
             users = torch.from_numpy(rows.ids[positions])
             queries = FeatureRows.of(rows.batch(positions), columns)
-            yield self._queries(queries, self._known_items(relevant.of(users)), seen.of(users))
-
-    def _splits_of_seen_items(self, split: str | None) -> list[str]:
-        context = self._started
-        return splits_of_seen_items(context.data, context.dataset, split, self._config.excludes_seen)
-
-    def _known_items(self, items: JaggedTensor) -> JaggedTensor:
-        """Returns the items without reserved ids."""
-        is_known = ~torch.isin(items.values(), torch.tensor(self._reserved, dtype=torch.int64))
-        rows = torch.arange(len(items.lengths())).repeat_interleave(items.lengths())[is_known]
-        lengths = torch.bincount(rows, minlength=len(items.lengths()))
-        return JaggedTensor(items.values()[is_known], lengths=lengths)
+            yield self._queries(queries, relevant.of(users), seen.of(users))
 
     def _queries(self, rows: FeatureRows, relevant: JaggedTensor, excluded: JaggedTensor) -> Batch:
         """Returns a batch of queries, given the features of users alone."""
         fields = {
             **stacked(self._started.schema, rows),
             WEIGHTS: torch.ones(rows.num_rows),
-            RELEVANT: item_features(relevant),
-            EXCLUDED: item_features(excluded),
+            **ranked_fields(relevant, excluded),
         }
         return Batch(fields, max(1, rows.num_rows))
 
     def prediction_batch(self, batch: Batch) -> Batch:
         """Returns queries of the rows' users, as in the test split; the rows' items are not looked at."""
         user, rows = self._config.user, FeatureRows.of(batch, self._started.schema).without(self._config.item_side)
-        none = JaggedTensor(torch.zeros(0, dtype=torch.int64), lengths=torch.zeros(rows.num_rows, dtype=torch.int64))
-        if user is None:
-            return self._queries(rows, none, none)
-        seen = self._items_of(self._splits_of_seen_items(self._started.data.test))
-        return self._queries(rows, none, seen.of(rows.ids[user][0].long()))
+        seen = no_items(rows.num_rows)
+        if user is not None:
+            seen = self._items.seen_before(self._started.data.test).of(rows.ids[user][0].long())
+        return self._queries(rows, no_items(rows.num_rows), seen)
 
     def evaluate(self, outputs: TowerVectors, batch: Batch) -> Outputs:
         """Stores the vectors of a batch of items; ranks all items for a batch of queries. All ranks call it."""
@@ -333,11 +290,9 @@ class RetrievalTask(Task):
             assert isinstance(ids, Tensor)
             self.scored_items.add(ids, outputs.items)
             return self._no_outputs(outputs.items)
-        features, relevant, excluded = (batch[name] for name in (SPARSE_FEATURES, RELEVANT, EXCLUDED))
-        assert isinstance(features, KeyedJaggedTensor)
-        assert isinstance(relevant, KeyedJaggedTensor) and isinstance(excluded, KeyedJaggedTensor)
-        ranking = CatalogueRanking(self.scored_items, num_best=self._num_best)
-        ranked = ranking.rank(outputs.queries.float(), relevant[ITEM], excluded[ITEM])
+        features, relevant = batch[SPARSE_FEATURES], batch[RELEVANT]
+        assert isinstance(features, KeyedJaggedTensor) and isinstance(relevant, KeyedJaggedTensor)
+        ranked = rank_queries(CatalogueRanking(self.scored_items, num_best=self._num_best), outputs.queries, batch)
         found = {"best": ranked.best, "best_scores": ranked.best_scores}
         if self._config.user is not None:
             found = {"users": features[self._config.user].values(), **found}
@@ -354,35 +309,3 @@ class RetrievalTask(Task):
             "best_scores": scores,
         }
         return {name: outputs[name] for name in self.outputs}
-
-    def metrics(self, rows: Rows) -> dict[str, float]:
-        """Returns the means of the metrics over queries, the coverage, and the numbers of pairs that no query has.
-
-        ``unknown_targets`` and ``unknown_users`` count the pairs of the last split read by :meth:`query_batches` whose
-        item or user is missing or out of the vocabulary.
-        """
-        metrics = seen_items_metrics(self._config.excludes_seen, rows) | self._unknown
-        metrics |= self._metrics.means(rows["metrics"])
-        return metrics | {f"coverage@{self._num_best}": coverage(rows["best"], len(self.catalogue))}
-
-    def training_sums(self, outputs: Outputs) -> Outputs:
-        """Returns nothing: the loss says how training goes."""
-        return {}
-
-    def training_metrics(self, sums: Sums) -> dict[str, float]:
-        return {}
-
-    def predictions(self, rows: Rows) -> dict[str, npt.NDArray[Any]]:
-        best, scores = (rows[name].reshape(-1, self._num_best) for name in ("best", "best_scores"))
-        users = [rows["users"]] if "users" in self.outputs else []
-        return dict(zip(self.prediction_columns, [*users, *best.T, *scores.T], strict=True))
-
-    def describe(self, metrics: Mapping[str, Any]) -> str:
-        shown = [
-            f"{metric.heading} {metrics[metric.name]:.4f}" for metric in self.reported_metrics if metric.in_terminal
-        ]
-        kind = "users" if self._config.user is not None else "rows"
-        return f"{'  '.join(shown)}  ({metrics['rows']:,} {kind}; {seen_items_rule(self._config.excludes_seen)})"
-
-    def describe_training(self, metrics: Mapping[str, Any]) -> str:
-        return ""

@@ -165,6 +165,20 @@ def test_evaluations_equal_loops(tmp_path: Path, split: str, exclude_seen: bool)
     assert ("seen items are excluded" if exclude_seen else "seen items are candidates") in task.describe(metrics)
 
 
+def test_unknown_users_and_items_are_in_no_query(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distembed.tasks.split_items.reserved_ids", lambda manifest, name: (2, 3))
+    splits = draw_pairs()
+    task, model = make_task(write_pairs(tmp_path, splits), cutoffs=[1, 3])
+    model.eval()
+    parts = [task.evaluate(model(batch[SPARSE_FEATURES]), batch) for batch in task.evaluation_batches("test", 5)]
+    rows = {name: torch.cat([part[name] for part in parts]).detach().numpy() for name in task.outputs}
+    metrics = task.metrics(rows)
+    assert rows["users"].tolist() == sorted({user for user, item in splits["test"] if not {user, item} & {2, 3}})
+    assert metrics["unknown_users"] == sum(user in (2, 3) for user, _ in splits["test"]) > 0
+    assert metrics["unknown_targets"] == sum(item in (2, 3) for _, item in splits["test"]) > 0
+    assert not {2, 3} & set(rows["best"].flatten().tolist())
+
+
 def require_best_scores(
     predicted: dict[str, npt.NDArray[Any]],
     users: npt.NDArray[Any],

@@ -27,7 +27,7 @@ from distembed.tasks import RetrievalTask
 from distembed.tasks.base import BatchPosition, TaskContext
 from distembed.tasks.catalogue.keyed_rows import KeyedRows, columns_of
 from distembed.tasks.catalogue.rank_rows import RankRows, gather_with_gradients
-from distembed.tasks.ranking import EXCLUDED
+from distembed.tasks.recommendations import EXCLUDED
 from distembed.tasks.retrieval import ITEM_IDS
 from distembed.training.build import Blueprint
 from distembed.training.config import Config, load_config

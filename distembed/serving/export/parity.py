@@ -44,8 +44,8 @@ from distembed.serving.model_folder.programs import Program, load_program
 from distembed.serving.whole_model import WholeModel
 from distembed.tasks import RetrievalTask, Task
 from distembed.tasks.catalogue import CatalogueRanking
-from distembed.tasks.ranking import RELEVANT
 from distembed.tasks.ranking_metrics import RankingMetrics
+from distembed.tasks.recommendations import RELEVANT
 
 MOST_DIFFERENCE = 1e-6
 """Largest difference of a score from the trainer's where tables are in fp32; relative to scores above 1."""

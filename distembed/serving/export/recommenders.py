@@ -56,7 +56,7 @@ from distembed.serving.export.table_groups import ExportStorage, TableGroup, sto
 from distembed.serving.model_folder.manifest import RecommendedItems
 from distembed.tasks.catalogue.ranking import RankedCatalogue, best_keys, ids_of, keys_of, scores_of
 from distembed.tasks.next_item import SEEN
-from distembed.tasks.ranking import EXCLUDED
+from distembed.tasks.recommendations import EXCLUDED
 
 Recommended = tuple[Int64[Tensor, "batch best"], Float[Tensor, "batch best"]]
 

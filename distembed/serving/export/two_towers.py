@@ -44,7 +44,7 @@ from distembed.serving.model_folder.manifest import ExportedProgram, ItemIndex, 
 from distembed.serving.whole_model import WholeModel
 from distembed.tasks import RetrievalTask
 from distembed.tasks.catalogue.item_vectors import ItemVectors
-from distembed.tasks.ranking import EXCLUDED
+from distembed.tasks.recommendations import EXCLUDED
 from distembed.training.prediction_columns import recommended_values
 
 Faiss = Literal["flat", "hnsw"]

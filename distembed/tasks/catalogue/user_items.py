@@ -27,7 +27,6 @@ from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.mirror import dataset_folder
 from distembed.data.dataset.row_groups import list_row_groups
 from distembed.data.dataset.schema import ITEM, USER, Schema
-from distembed.data.table.vocabulary import reserved_ids
 from distembed.tasks.pair_columns import PairColumns
 
 _PAIRS = PairColumns()
@@ -95,9 +94,12 @@ class UserItems:
         """Returns the same items with their arrays on a device."""
         return UserItems(self.num_items, self.offsets.to(device), self.keys.to(device))
 
-    def without(self, users: Sequence[int]) -> UserItems:
-        """Returns the items of all other users; the given ones have none."""
-        keys = self.keys[~torch.isin(self.keys // self.num_items, torch.tensor(users, dtype=torch.int64))]
+    def without(self, users: Sequence[int], items: Sequence[int] = ()) -> UserItems:
+        """Returns the items of other users alone, and other items alone; the given users have none."""
+        is_left_out = torch.zeros_like(self.keys, dtype=torch.bool)
+        for ids, left_out in ((self.keys // self.num_items, users), (self.keys % self.num_items, items)):
+            is_left_out |= torch.isin(ids, torch.tensor(left_out, dtype=torch.int64))
+        keys = self.keys[~is_left_out]
         offsets = torch.searchsorted(keys, torch.arange(self.num_users + 1) * self.num_items)
         return UserItems(self.num_items, offsets, keys)
 
@@ -143,16 +145,21 @@ def count_items(dataset: str | os.PathLike[str], split: str, columns: PairColumn
     return torch.from_numpy(counts)
 
 
-def count_unknown(dataset: str | os.PathLike[str], split: str, columns: PairColumns) -> dict[str, int]:
+def count_unknown(
+    dataset: str | os.PathLike[str],
+    split: str,
+    columns: PairColumns,
+    reserved_items: Sequence[int],
+    reserved_users: Sequence[int],
+) -> dict[str, int]:
     """Returns how many pairs of a split have a missing or unknown item, and a missing or unknown user.
 
-    The keys are ``unknown_targets`` and ``unknown_users``. Without a user column no user is unknown.
+    The keys are ``unknown_targets`` and ``unknown_users``. Rows are read where there are ids of unknown values alone.
     """
-    manifest = Manifest.load(dataset)
-    reserved_items = reserved_ids(manifest, columns.item)
-    reserved_users = () if columns.user is None else reserved_ids(manifest, columns.user)
     unknown = {"unknown_targets": 0, "unknown_users": 0}
-    for group in list_row_groups(dataset_folder(dataset), manifest, split):
+    if not (reserved_items or reserved_users):
+        return unknown
+    for group in list_row_groups(dataset_folder(dataset), Manifest.load(dataset), split):
         users, items = columns.read(group)
         unknown["unknown_targets"] += int(np.isin(items, reserved_items).sum())
         unknown["unknown_users"] += int(np.isin(users, reserved_users).sum())
