@@ -20,7 +20,6 @@ import yaml
 from distembed.commands import cli
 from distembed.data.dataset.manifest import create_manifest
 from distembed.data.dataset.schema import CategoricalFeature, Schema
-from distembed.planning.fastest.local_search import LocalSearch
 from tests.command_ranks import Run, run_on_command_ranks
 
 SIZES = {"C1": 5, "C2": 400, "C3": 1000, "M": 50}
@@ -131,8 +130,6 @@ def run_command(rank: int, arguments: Sequence[object], folder: Path, ranks: int
     if ranks > 1:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        # the search for a faster plan takes longer than a small run: the best of its guesses serves as well
-        LocalSearch.shake = lambda search, found, enough: found
     if errors := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         os.environ["TORCHELASTIC_ERROR_FILE"] = f"{errors}.{rank}"  # each rank has its own, as under a launcher
     sys.argv[1:] = map(str, arguments)

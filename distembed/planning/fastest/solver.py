@@ -76,6 +76,8 @@ _GUESSES = 24
 """Number of first guesses that are placed."""
 _CONSTRUCTING = 2_000_000
 """Units to place guesses on top of a third of the search's units, divided by the number of tables."""
+_SEARCHING = 6_000
+"""Units to search all assignments of a few tables before their assignments are shaken, which takes 35,000 units."""
 _IMPROVING = 60
 """Factor of the budget to improve a solution that fits in tight memory; the usual factor is 6."""
 
@@ -257,6 +259,12 @@ class Solver:
         candidates = [*sorted(placed, key=_score)[:3], *placed[:4]]
         best = sorted({id(found): found for found in candidates}.values(), key=_score)
         for num_kept, times, seed in ((7, 6, None), (3, 10, 0), (1, 20, 1)):
+            if seed == 0 and num_tables <= _SMALL and best[0].score > enough_score:
+                # of few tables all assignments are searched in less work than shakes take, after which none can help
+                better, is_complete = ExactSearch(self._problem, aim, Budget(_SEARCHING)).better_than(best[0].score)
+                best = [better or best[0], *best[1:]]
+                if is_complete:
+                    break
             improved = [self._improved(found, aim, enough_score, work_left, times, seed) for found in best[:num_kept]]
             best = sorted(improved, key=_score)
         return best[0]
