@@ -35,16 +35,10 @@ from distembed.embedding.tables import CompositionalTables
 from distembed.serving.item_search import ItemSearch, ItemTable
 from distembed.serving.raw_predictions import RawInputs
 from distembed.serving.requests import find_run_for_rows, row_decoder, seen_items_note
-from distembed.serving.row_decoder import (
-    RowDecoder,
-    TableRowDecoder,
-    bad_rows,
-    bad_rows_text,
-    batches_of,
-    decode_rows,
-    features_read,
-    given_rows,
-)
+from distembed.serving.rows.decoder import RowDecoder, batches_of, decode_rows
+from distembed.serving.rows.given import given_rows
+from distembed.serving.rows.malformed import bad_rows, bad_rows_text
+from distembed.serving.rows.table_rows import TableRowDecoder, features_read
 from distembed.serving.whole_model import WholeModel, load_whole_model
 from distembed.tasks import MultiConfig, MultiTask, RetrievalTask
 from distembed.training.config import Config

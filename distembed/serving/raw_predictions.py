@@ -45,7 +45,7 @@ from distembed.data.reader import Batch
 from distembed.data.reader.batch import BatchAssembler
 from distembed.data.reader.reader import Prefetcher
 from distembed.data.table.blocks import RejectedRow
-from distembed.serving.row_decoder import RowDecoder, decode_rows
+from distembed.serving.rows.decoder import RowDecoder, decode_rows
 from distembed.training.inference import EVALUATION_BATCH_SIZE, LoadedRun, gather_outputs, score_prepared
 from distembed.training.prediction_columns import PredictionColumns, recommended_values
 from distembed.training.trained_run import PREDICTION_FORMATS, TrainedRun

@@ -23,7 +23,7 @@ from distembed.training.trained_run import TrainedRun, find_trained_run
 if TYPE_CHECKING:
     from distembed.models import Model
     from distembed.serving.raw_predictions import RawInputs
-    from distembed.serving.row_decoder import RowDecoder
+    from distembed.serving.rows.decoder import RowDecoder
 
 
 def find_run_for_rows(folder: Path, data: str | None, checkpoint: str | None = None) -> TrainedRun:
@@ -56,7 +56,9 @@ def row_decoder(run: TrainedRun, model: Model) -> RowDecoder:
 
     For items with features, rows have the features of users, and unknown users are decoded as unknown values.
     """
-    from distembed.serving.row_decoder import SequenceRowDecoder, TableRowDecoder, UserRowDecoder, features_read
+    from distembed.serving.rows.sequence_rows import SequenceRowDecoder
+    from distembed.serving.rows.table_rows import TableRowDecoder, features_read
+    from distembed.serving.rows.user_rows import UserRowDecoder
 
     task, folder, schema = run.config.task, Path(run.dataset), run.manifest.schema
     if isinstance(task, RankingConfig):

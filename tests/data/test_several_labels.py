@@ -25,12 +25,15 @@ from distembed.data.prepare.table import TableOptions, prepare_table
 from distembed.data.prepare.table.inputs import find_inputs
 from distembed.data.prepare.table.source import TableSource
 from distembed.data.reader import Batch, BatchOrder, BatchReader
-from distembed.data.table.schema import TableSchema, TextFormat
+from distembed.data.table.columns import TextFormat
+from distembed.data.table.schema import TableSchema
 from distembed.reports.statistics import dataset_statistics
 from distembed.reports.statistics.page import commonest_table, render_page, rows_table
 from distembed.reports.statistics.values import LabelStatistics
 from distembed.serving.export.parity import made_up_batch
-from distembed.serving.row_decoder import TableRowDecoder, batches_of, given_rows
+from distembed.serving.rows.decoder import batches_of
+from distembed.serving.rows.given import given_rows
+from distembed.serving.rows.table_rows import TableRowDecoder
 from distembed.tasks import ClickConfig, NextItemConfig, RankingConfig, RatingConfig, batch_schema
 
 NAN = math.nan

@@ -22,7 +22,7 @@ from distembed.serving.model_folder.programs import load_programs
 from distembed.serving.model_folder.reading import read_manifest, require_sample
 from distembed.serving.raw_predictions import RawInputs, ScoredPiece
 from distembed.serving.requests import RawRequest
-from distembed.serving.row_decoder import batches_of
+from distembed.serving.rows.decoder import batches_of
 from distembed.training.trained_run import find_trained_run
 from tests.server.asgi import post, served
 from tests.server.exported_models import exported, trained_run

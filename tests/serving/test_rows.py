@@ -19,7 +19,9 @@ from distembed.data.dataset.manifest import Manifest
 from distembed.data.reader import BatchOrder, BatchReader
 from distembed.data.table.raw_columns import TableColumns
 from distembed.data.table.schema import TableSchema
-from distembed.serving.row_decoder import TableRowDecoder, batches_of, given_rows
+from distembed.serving.rows.decoder import batches_of
+from distembed.serving.rows.given import given_rows
+from distembed.serving.rows.table_rows import TableRowDecoder
 from tests.serving.arrow_rows import SCHEMA, draw_rows, prepare_table
 from tests.serving.conftest import NUM_ROWS
 

@@ -16,7 +16,7 @@ from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import Manifest
 from distembed.serving.model_folder.programs import load_programs
 from distembed.serving.model_folder.reading import read_manifest, require_sample
-from distembed.serving.row_decoder import SequenceRowDecoder
+from distembed.serving.rows.sequence_rows import SequenceRowDecoder
 from tests.in_process import in_this_process as command
 from tests.server.asgi import post, served, stream
 from tests.server.exported_models import exported, once

@@ -42,6 +42,7 @@ from distembed.data.remote import is_url
 from distembed.data.table.blocks import BlockLayout, KeyColumn
 from distembed.data.table.encoder import num_bins
 from distembed.data.table.schema import CRITEO, TABLE, TableSchema
+from distembed.data.table.schema_files import schema_of_manifest
 from distembed.data.table.vocabulary import (
     KEY_TYPES,
     MISSING_ID,
@@ -107,7 +108,7 @@ class Base:
         """
         if self.manifest.preparation.get("source") not in (TABLE, CRITEO):
             return
-        if differing := sorted(_differences(schema, TableSchema.of_manifest(self.manifest))):
+        if differing := sorted(_differences(schema, schema_of_manifest(self.manifest))):
             raise UserError(
                 f"columns become other values than in the dataset {self.named} (--vocabulary), whose ids and means are "
                 f"of its own: {enumerate_names(differing, _MOST_SAID)}. Give the schema and the options with which it "

@@ -27,9 +27,11 @@ from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.records import Jagged, RecordBlock, RecordLayout
 from distembed.data.dataset.schema import ITEM
 from distembed.data.table.blocks import BlockLayout, IdColumn, NumberColumn, ParsedBlock
+from distembed.data.table.columns import CategoricalColumn, DenseColumn, LabelColumn
 from distembed.data.table.keys import KEY_KINDS, coded, keyed_column
 from distembed.data.table.raw_columns import VALUE_TYPES, one_array, plain_array, type_kind
-from distembed.data.table.schema import CategoricalColumn, DenseColumn, LabelColumn, TableSchema
+from distembed.data.table.schema import TableSchema
+from distembed.data.table.schema_files import schema_of_manifest
 from distembed.data.table.values import given_column
 from distembed.data.table.vocabulary import MISSING_ID, OUT_OF_VOCABULARY_ID, column_id_map
 
@@ -217,7 +219,7 @@ def raw_schema(manifest: Manifest) -> TableSchema:
     """
     schema = manifest.schema
     if manifest.preparation.get("source") != INTERACTIONS:
-        return TableSchema.of_manifest(manifest)
+        return schema_of_manifest(manifest)
     return TableSchema(
         label=None if schema.label is None else LabelColumn(schema.label, kind="number", name=schema.label),
         dense={

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from distembed.data.table.schema import LabelValues, TimeColumn
+from distembed.data.table.columns import LabelValues, TimeColumn
 from distembed.data.table.values import value_texts
 
 Bools = NDArray[np.bool_]

@@ -12,7 +12,8 @@ import pyarrow.compute as pc
 from distembed.base.errors import UserError
 from distembed.base.names import nearest
 from distembed.base.units import enumerate_names
-from distembed.data.table.schema import BINS, TableSchema
+from distembed.data.table.columns import BINS
+from distembed.data.table.schema import TableSchema
 
 FEW_ROWS = 1024
 """Columns of more rows are parsed one by one; with fewer rows, parsing several columns end to end is faster."""

@@ -26,7 +26,8 @@ from distembed.data.dataset.manifest import Manifest
 from distembed.data.table.blocks import KeyColumn
 from distembed.data.table.keys import KEY_KINDS, Keys, hexadecimal_keys, plain_numbers
 from distembed.data.table.parser import table_layout
-from distembed.data.table.schema import CRITEO, TABLE, TableSchema
+from distembed.data.table.schema import CRITEO, TABLE
+from distembed.data.table.schema_files import schema_of_manifest
 from distembed.data.table.vocabulary import OUT_OF_VOCABULARY_ID, VocabularyMap, column_id_map
 from distembed.graph.csr import Graph
 
@@ -70,7 +71,7 @@ def table_ids(dataset: str | os.PathLike[str], table: str) -> tuple[ValueIds, di
     value_keys: Callable[[pa.Array], Keys] = KEY_KINDS[column.kind]
     allowed = "a text or an integer"
     if manifest.preparation.get("source") == TABLE:
-        value_keys = KEY_KINDS[TableSchema.of_manifest(manifest).categorical[table].kind]
+        value_keys = KEY_KINDS[schema_of_manifest(manifest).categorical[table].kind]
         allowed = "what the column has in the table"
     elif manifest.preparation.get("source") == CRITEO:
         # the rows are text: an integer is a key, as their vocabularies have it
@@ -114,7 +115,7 @@ def describe_ids(dataset: str | os.PathLike[str], manifest: Manifest, table: str
 def _key_column(manifest: Manifest, table: str) -> KeyColumn | None:
     """Returns the column whose keys a vocabulary or hash turns into a table's ids; None for bins and for plain ids."""
     if manifest.preparation.get("source") in (TABLE, CRITEO):
-        layout = table_layout(TableSchema.of_manifest(manifest))
+        layout = table_layout(schema_of_manifest(manifest))
         return next((column for column in layout.ids if column.name == table), None)
     return KeyColumn(table, "feature", "string") if table in manifest.vocabularies else None
 

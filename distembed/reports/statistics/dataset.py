@@ -33,7 +33,8 @@ from distembed.data.dataset.row_groups import RowGroup, list_row_groups
 from distembed.data.dataset.schema import CategoricalFeature, Schema
 from distembed.data.hashing import mix64_array
 from distembed.data.prepare.count import Database
-from distembed.data.table.schema import CRITEO, TABLE, TableSchema
+from distembed.data.table.schema import CRITEO, TABLE
+from distembed.data.table.schema_files import schema_of_manifest
 from distembed.data.table.vocabulary import MISSING_ID, OUT_OF_VOCABULARY_ID, reserved_ids
 from distembed.reports.statistics.values import (
     QUANTILES,
@@ -216,7 +217,7 @@ def _filled_columns(manifest: Manifest) -> tuple[str, ...]:
     """Returns the columns of numbers whose missing values the preparation replaced; none where that is not known."""
     if manifest.preparation.get("source") not in (TABLE, CRITEO):
         return ()
-    dense = TableSchema.of_manifest(manifest).dense
+    dense = schema_of_manifest(manifest).dense
     return tuple(name for name in manifest.schema.dense if name in dense and dense[name].missing == "zero")
 
 

@@ -22,20 +22,12 @@ from distembed.data.table.vocabulary import FIRST_ID
 from distembed.serving.export.feature_vectors import plain_tensors
 from distembed.serving.model_folder.manifest import ExportManifest
 from distembed.serving.model_folder.programs import Program
-from distembed.serving.row_decoder import (
-    BadRow,
-    QueryItemsRowDecoder,
-    RowDecoder,
-    SequenceRowDecoder,
-    TableRowDecoder,
-    UserItemsRowDecoder,
-    bad_rows,
-    batches_of,
-    decode_rows,
-    features_read,
-    given_rows,
-    missing_columns,
-)
+from distembed.serving.rows.decoder import RowDecoder, batches_of, decode_rows
+from distembed.serving.rows.given import given_rows, missing_columns
+from distembed.serving.rows.malformed import BadRow, bad_rows
+from distembed.serving.rows.sequence_rows import SequenceRowDecoder
+from distembed.serving.rows.table_rows import TableRowDecoder, features_read
+from distembed.serving.rows.user_rows import QueryItemsRowDecoder, UserItemsRowDecoder
 
 Outputs = Mapping[str, NDArray[Any] | pa.Array]
 """A column for each output by its name: float32, NaN for a bad row; or a list for each row, null for a bad one."""

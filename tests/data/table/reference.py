@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from distembed.data.table.blocks import ParsedBlock
+from distembed.data.table.columns import CategoricalColumn
 from distembed.data.table.parser import TableParser
-from distembed.data.table.schema import CategoricalColumn, TableSchema
+from distembed.data.table.schema import TableSchema
 
 Row = Mapping[str, str | None]
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")

@@ -17,7 +17,8 @@ from distembed.base.validation import parse_yaml
 from distembed.data.prepare.table import TableOptions, prepare_table
 from distembed.data.prepare.table.guess import guess_schema
 from distembed.data.prepare.table.inputs import find_inputs
-from distembed.data.table.schema import TableSchema, load_schema, shipped_schemas
+from distembed.data.table.schema import TableSchema
+from distembed.data.table.schema_files import load_schema, shipped_schemas
 from tests.data import reference as criteo_reference
 from tests.data.table.test_prepare_table import FORMS, drawn_rows
 

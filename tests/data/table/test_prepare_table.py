@@ -26,7 +26,8 @@ from distembed.data.prepare import CriteoOptions, ResourceLimits, prepare_criteo
 from distembed.data.prepare.table import TableOptions, prepare_table
 from distembed.data.prepare.table.inputs import find_inputs
 from distembed.data.prepare.table.source import TableSource
-from distembed.data.table.schema import TableSchema, load_schema
+from distembed.data.table.schema import TableSchema
+from distembed.data.table.schema_files import load_schema, schema_of_manifest
 from tests.data import reference as criteo_reference
 from tests.data.reference import folder_bytes
 from tests.data.table import reference
@@ -173,7 +174,7 @@ def test_a_dataset_is_that_of_a_plain_script(form: str, tmp_path: Path) -> None:
     rows = drawn_rows(211, seed=0)
     (tmp_path / form).write_bytes(FORMS[form](rows))
     manifest = prepare_table([tmp_path / form], tmp_path / "made", SCHEMA, limits=ONE_THREAD)
-    assert TableSchema.of_manifest(Manifest.load(tmp_path / "made")) == SCHEMA
+    assert schema_of_manifest(Manifest.load(tmp_path / "made")) == SCHEMA
     assert manifest.rejected.num_rows == 0
     texts = [{name: text or None for name, text in zip(COLUMNS, fields(row), strict=True)} for row in rows]
     require_equal(written(tmp_path / "made", SCHEMA), expected(texts, SCHEMA))

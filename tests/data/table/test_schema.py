@@ -13,7 +13,8 @@ from distembed.base.validation import format_yaml
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.prepare import CriteoOptions, prepare_criteo
 from distembed.data.table.raw_columns import TableColumns
-from distembed.data.table.schema import TableSchema, load_schema, read_schema
+from distembed.data.table.schema import TableSchema
+from distembed.data.table.schema_files import load_schema, read_schema, schema_of_manifest
 from tests.data import reference
 
 FEATURES: dict[str, Any] = {"categorical": {"site": {}}}
@@ -134,7 +135,7 @@ def test_what_is_no_schema_is_refused(text: str, tmp_path: Path) -> None:
 def test_a_criteo_datasets_schema_has_its_options(tmp_path: Path) -> None:
     (tmp_path / "rows.tsv").write_bytes(reference.content(60, seed=0))
     prepare_criteo([tmp_path / "rows.tsv"], tmp_path / "made", CriteoOptions(hash_size=50, hash_seed=3, missing="keep"))
-    schema = TableSchema.of_manifest(Manifest.load(tmp_path / "made"))
+    schema = schema_of_manifest(Manifest.load(tmp_path / "made"))
     assert schema.hash_size == 50 and {each.hash_seed for each in schema.categorical.values()} == {3}
     assert {each.missing for each in schema.dense.values()} == {"keep"}
     assert list(schema.categorical) == list(load_schema("criteo").categorical)

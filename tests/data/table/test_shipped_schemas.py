@@ -12,7 +12,8 @@ import pytest
 from distembed.base.errors import UserError
 from distembed.data.prepare import ResourceLimits
 from distembed.data.prepare.table import TableOptions, prepare_table
-from distembed.data.table.schema import TableSchema, load_schema
+from distembed.data.table.schema import TableSchema
+from distembed.data.table.schema_files import load_schema
 from tests.data.table.test_prepare_table import expected, require_equal, written
 
 Row = dict[str, str | None]

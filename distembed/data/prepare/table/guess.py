@@ -26,6 +26,7 @@ from distembed.base.validation import parse_yaml
 from distembed.data.prepare.table.inputs import PARQUET, InputBytes, TableInput
 from distembed.data.prepare.table.source import text_layout
 from distembed.data.prepare.table.text_rows import opened_parquet
+from distembed.data.table.columns import TextFormat, TimeColumn
 from distembed.data.table.numbers import number_values, time_values, values_as_numbers
 from distembed.data.table.raw_columns import (
     BOOLEAN,
@@ -39,7 +40,8 @@ from distembed.data.table.raw_columns import (
     plain_array,
     type_kind,
 )
-from distembed.data.table.schema import TableSchema, TextFormat, TimeColumn, load_schema, shipped_schemas
+from distembed.data.table.schema import TableSchema
+from distembed.data.table.schema_files import load_schema, shipped_schemas
 
 MISSING_TEXTS = ("NA", "N/A", "#N/A", "<NA>", "NaN", "nan", "NULL", "null", "None", "\\N", "?", "-")
 """Texts that commonly stand for a missing value."""

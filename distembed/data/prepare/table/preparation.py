@@ -24,7 +24,8 @@ from distembed.data.prepare.options import (
 from distembed.data.prepare.pipeline import prepare_rows
 from distembed.data.prepare.table.inputs import TEXT, TableInput, find_inputs
 from distembed.data.prepare.table.source import TableSource
-from distembed.data.table.schema import TABLE, TableSchema, load_schema, schema_of_preparation
+from distembed.data.table.schema import TABLE, TableSchema
+from distembed.data.table.schema_files import load_schema, schema_of_manifest, schema_of_preparation
 
 _RANGES = {"min_count": (1, 2**63 - 1), "hash_size": (2, 2**62), "hash_seed": (0, 2**64 - 1)}
 
@@ -152,7 +153,7 @@ def prepare_table(
                 "schema (--schema) is missing, which says what becomes of each column: give a YAML file, as `distembed "
                 "prepare schema` writes it, or the name of a shipped one; or with --vocabulary a dataset that has one."
             )
-        schema = TableSchema.of_manifest(base.manifest)
+        schema = schema_of_manifest(base.manifest)
     elif not isinstance(schema, TableSchema):
         schema = load_schema(os.fspath(schema))
     chosen = options.applied_to(schema)

@@ -41,9 +41,11 @@ from distembed.data.prepare.table.text_rows import (
     opened_parquet,
 )
 from distembed.data.table.blocks import ParsedBlock, RejectedRow
+from distembed.data.table.columns import TextFormat
 from distembed.data.table.parser import REASONS, TableParser, row_text
 from distembed.data.table.raw_columns import TableColumns
-from distembed.data.table.schema import CRITEO, TableSchema, TextFormat, load_schema
+from distembed.data.table.schema import CRITEO, TableSchema
+from distembed.data.table.schema_files import load_schema
 
 MOST_LINE_BYTES = 16 << 20
 _RECBOLE_TYPES = ("token", "token_seq", "float", "float_seq")
