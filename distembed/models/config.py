@@ -137,6 +137,24 @@ class FeatureVectorConfig:
     dropout: Share = 0.0
 
 
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
+class NextItemsConfig:
+    """Settings of models of the next item of a sequence (:mod:`distembed.models.next_items`).
+
+    Vectors have the dimension of the embeddings; the task sets the greatest length of a sequence.
+
+    Attributes:
+        dropout: Share of numbers that are dropped in training.
+        tied: Whether the items' input vectors are the output's too, or the output has a second table.
+        bias: Whether each item has an output bias.
+    """
+
+    returns: ClassVar[str] = "sequences"
+    dropout: Share = 0.2
+    tied: bool = True
+    bias: bool = True
+
+
 def require_heads_divide(num_heads: int, embedding_dim: int) -> None:
     """Refuses heads of attention that are no equal parts of a vector."""
     if embedding_dim % num_heads:

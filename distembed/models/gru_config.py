@@ -1,7 +1,7 @@
 """The section of the model ``gru``."""
 
 from dataclasses import field
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import pydantic.dataclasses
 from pydantic import Field
@@ -9,7 +9,7 @@ from pydantic import Field
 from distembed.base.names import STRICT
 from distembed.base.validation import Width
 from distembed.data.dataset.schema import ITEM
-from distembed.models.config import SoftOneHotConfig
+from distembed.models.config import NextItemsConfig, SoftOneHotConfig
 
 if TYPE_CHECKING:
     from distembed.models.base import Model
@@ -17,29 +17,23 @@ if TYPE_CHECKING:
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
-class GRUConfig:
+class GRUConfig(NextItemsConfig):
     """The section of a recurrent session model (:mod:`distembed.models.gru`).
 
     Side features, lists of ids and of numbers with an entry for each item, are embedded and projected with the items.
+    Numbers are dropped from inputs and between layers.
 
     Attributes:
         name: The model's name, ``gru``.
         hidden: Numbers of the recurrent state; a linear layer maps it to a vector.
         num_layers: Number of recurrent layers.
-        dropout: Share of numbers of inputs, and between layers, that are dropped in training.
-        tied: Whether the items' input vectors are the output's too, or the output has a second table.
-        bias: Whether each item has an output bias.
         side_features: Whether the model takes side features.
         soft_one_hot: The settings of the vectors of side features that are numbers.
     """
 
-    returns: ClassVar[str] = "sequences"
     name: Literal["gru"] = "gru"
     hidden: Width = 100
     num_layers: Annotated[int, Field(gt=0, le=100)] = 1
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.2
-    tied: bool = True
-    bias: bool = True
     side_features: bool = True
     soft_one_hot: SoftOneHotConfig = field(default_factory=SoftOneHotConfig)
 

@@ -1,12 +1,12 @@
 """The section of the model ``hstu``."""
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import pydantic.dataclasses
 from pydantic import Field
 
 from distembed.base.names import STRICT
-from distembed.models.config import Share, require_heads_divide
+from distembed.models.config import NextItemsConfig, require_heads_divide
 
 if TYPE_CHECKING:
     from distembed.models.base import Model
@@ -14,30 +14,21 @@ if TYPE_CHECKING:
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
-class HSTUConfig:
+class HSTUConfig(NextItemsConfig):
     """The section of a pointwise transformer over sequences of items (:mod:`distembed.models.hstu`).
-
-    Its vectors have the dimension of the embeddings; the task sets the greatest length of a sequence.
 
     Attributes:
         name: The model's name, ``hstu``.
         num_layers: Number of layers.
         num_heads: Number of heads of attention, each of an equal part of a vector.
-        dropout: Share of numbers that are dropped in training.
         times: Name of a column with a time for each item, in any unit; null for attention without times. A time may be
             missing.
-        tied: Whether the items' input vectors are the output's too, or the output has a second table.
-        bias: Whether each item has an output bias.
     """
 
-    returns: ClassVar[str] = "sequences"
     name: Literal["hstu"] = "hstu"
     num_layers: Annotated[int, Field(gt=0, le=1000)] = 2
     num_heads: Annotated[int, Field(gt=0, le=1000)] = 1
-    dropout: Share = 0.2
     times: Annotated[str, Field(min_length=1)] | None = None
-    tied: bool = True
-    bias: bool = True
 
     def build(self, inputs: "ModelInputs") -> "Model":
         """Builds the model over the items of sequences and their times; the heads have to divide a vector."""

@@ -1,12 +1,12 @@
 """The section of the model ``sasrec``."""
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import pydantic.dataclasses
 from pydantic import Field
 
 from distembed.base.names import STRICT
-from distembed.models.config import require_heads_divide
+from distembed.models.config import NextItemsConfig, require_heads_divide
 
 if TYPE_CHECKING:
     from distembed.models.base import Model
@@ -14,27 +14,20 @@ if TYPE_CHECKING:
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
-class SASRecConfig:
+class SASRecConfig(NextItemsConfig):
     """The section of a causal transformer over sequences of items (:mod:`distembed.models.sasrec`).
 
-    Its vectors have the dimension of the embeddings; the task sets the greatest length of a sequence.
+    Weights of attention are dropped as numbers are.
 
     Attributes:
         name: The model's name, ``sasrec``.
         num_blocks: Number of blocks of attention and of a network of two layers.
         num_heads: Number of heads of attention, each of an equal part of a vector.
-        dropout: Share of numbers, and of weights of attention, that are dropped in training.
-        tied: Whether the items' input vectors are the output's too, or the output has a second table.
-        bias: Whether each item has an output bias.
     """
 
-    returns: ClassVar[str] = "sequences"
     name: Literal["sasrec"] = "sasrec"
     num_blocks: Annotated[int, Field(gt=0, le=1000)] = 2
     num_heads: Annotated[int, Field(gt=0, le=1000)] = 1
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.2
-    tied: bool = True
-    bias: bool = True
 
     def build(self, inputs: "ModelInputs") -> "Model":
         """Builds the model over the items of sequences, without other columns; the heads have to divide a vector."""

@@ -147,7 +147,7 @@ class TableParser:
         uses += [_NumberUse("id", schema.categorical_columns[name][0], "none") for name in _quantile_bins(schema)]
         for use, numbers_and_mask in zip(uses, self._numbers_of_uses(uses, columns, num_rows), strict=True):
             yield use.reason, use.column, numbers_and_mask
-        for name, dense in schema.dense_lists.items():
+        for name, dense in schema.dense_sequences.items():
             reason = "times" if dense.since_first else "list"
             yield reason, schema.dense_columns[name], self._number_lists(name, columns)
 
@@ -289,7 +289,7 @@ def table_layout(schema: TableSchema) -> BlockLayout:
     for name in _quantile_bins(schema):
         num_bins = schema.categorical[name].num_bins
         numbers.append(NumberColumn(name, "bins", np.dtype(np.float32), transform="quantile_bins", num_bins=num_bins))
-    for name, dense in schema.dense_lists.items():
+    for name, dense in schema.dense_sequences.items():
         keeps_missing = dense.missing == "keep"
         numbers.append(
             NumberColumn(name, "dense", np.dtype(np.float32), keeps_missing=keeps_missing, beside=dense.beside)

@@ -72,7 +72,7 @@ class TableColumns:
         for name, columns in schema.categorical_columns.items():
             column = schema.categorical[name]
             (used_otherwise if column.kind in BINS or column.holds_lists else keyed).update(columns)
-        for name, dense in schema.dense_lists.items():
+        for name, dense in schema.dense_sequences.items():
             used_otherwise |= {schema.dense_columns[name], *([] if dense.gap_to is None else [dense.gap_to])}
         self.numbers = frozenset(schema.dense_columns.values()) - keyed - used_otherwise
         self._keyed = keyed - used_otherwise - set(schema.dense_columns.values())

@@ -104,8 +104,8 @@ class TableSchema:
         return {name: dense.column or name for name, dense in self.dense.items()}
 
     @property
-    def dense_lists(self) -> dict[str, DenseColumn]:
-        """The dense columns of lists of numbers."""
+    def dense_sequences(self) -> dict[str, DenseColumn]:
+        """The dense columns of lists of numbers, by their names: the dense sequences of the dataset's schema."""
         return {name: dense for name, dense in self.dense.items() if dense.beside is not None}
 
     @property
@@ -173,7 +173,7 @@ def _inconsistencies(schema: TableSchema) -> Iterator[str]:
         if len(columns) > 1 and (crossed := [column for column in columns if column in lists]):
             yield f"categorical.{name}.cross: {crossed[0]!r} has lists, and a cross has one value of each column"
     yield from _unshared_vocabularies(schema)
-    for name, dense in schema.dense_lists.items():
+    for name, dense in schema.dense_sequences.items():
         list_columns = [column for column, settings in schema.categorical.items() if settings.holds_lists]
         if dense.beside not in list_columns:
             guess = nearest(str(dense.beside), list_columns)

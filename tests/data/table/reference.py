@@ -171,7 +171,7 @@ def parse(row: Row, schema: TableSchema) -> dict[str, Any] | str:
             logarithm = dense.transform == "log" and not math.isnan(value)
             result[name] = math.log1p(max(value, 0)) if logarithm else value
         reason = "list"
-        for name in schema.dense_lists:
+        for name in schema.dense_sequences:
             result[name] = number_list(row, name, schema)
         reason = "id"
         for name, column in schema.categorical.items():
