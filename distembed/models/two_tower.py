@@ -86,11 +86,14 @@ class Tower(nn.Module):
         embedding_dim: Dimension of the vector of each feature.
         hidden: Hidden sizes of the network.
         config: The model's section.
+        divisor: The divisor of the vectors: the temperature for users, and 1 for items.
     """
 
-    def __init__(self, side: Side, embedding_dim: int, hidden: Sequence[int], config: TwoTowerConfig) -> None:
+    def __init__(
+        self, side: Side, embedding_dim: int, hidden: Sequence[int], config: TwoTowerConfig, divisor: float = 1.0
+    ) -> None:
         super().__init__()
-        self.side, self.normalize = side, config.normalize
+        self.side, self.normalize, self.divisor = side, config.normalize, divisor
         self.stack = StackFeatures(side.vector_names, embedding_dim)
         self.soft_one_hot = (
             SoftOneHot(*config.soft_one_hot.arguments(len(side.dense), embedding_dim)) if side.dense else None
@@ -101,7 +104,7 @@ class Tower(nn.Module):
     def forward(
         self, embedded: KeyedTensor, numbers: Float[Tensor, "rows dense"], num_rows: int
     ) -> Float[Tensor, "rows dim"]:
-        """Returns the vectors of the first ``num_rows`` rows, in float32.
+        """Returns the vectors of the first ``num_rows`` rows, divided by the divisor, in float32.
 
         Args:
             embedded: The vectors of the categorical features, by their names.
@@ -115,7 +118,7 @@ class Tower(nn.Module):
             encoded = self.soft_one_hot(numbers[:num_rows]).flatten(1)
             vectors.append(encoded.to(vectors[0].dtype) if vectors else encoded)
         outputs: Tensor = self.mlp(torch.cat(vectors, dim=1)).float()
-        return unit_vectors(outputs) if self.normalize else outputs
+        return (unit_vectors(outputs) if self.normalize else outputs) / self.divisor
 
 
 def unit_vectors(vectors: Float[Tensor, "rows dim"]) -> Float[Tensor, "rows dim"]:
@@ -131,9 +134,9 @@ def unit_vectors(vectors: Float[Tensor, "rows dim"]) -> Float[Tensor, "rows dim"
 class Towers(nn.Module):
     """Both towers over the looked-up vectors of a batch; as a module TorchRec does not trace it."""
 
-    def __init__(self, user: Tower, item: Tower, score_divisor: float) -> None:
+    def __init__(self, user: Tower, item: Tower) -> None:
         super().__init__()
-        self.user, self.item, self.score_divisor = user, item, score_divisor
+        self.user, self.item = user, item
         # as buffers: a list of columns would be copied to a GPU in each step, which waits for the copy
         self.register_buffer("user_columns", torch.tensor(user.side.dense_columns, dtype=torch.int64), persistent=False)
         self.register_buffer("item_columns", torch.tensor(item.side.dense_columns, dtype=torch.int64), persistent=False)
@@ -147,15 +150,8 @@ class Towers(nn.Module):
         """Returns the vectors of the first ``len(weights)`` rows' users and of all rows' items."""
         user_numbers = dense_features.index_select(1, cast(Tensor, self.user_columns))
         item_numbers = dense_features.index_select(1, cast(Tensor, self.item_columns))
-        queries = self.queries(embedded, user_numbers, len(weights))
+        queries = self.user(embedded, user_numbers, len(weights))
         return TowerVectors(queries, self.item(embedded, item_numbers, len(dense_features)))
-
-    def queries(
-        self, embedded: KeyedTensor, numbers: Float[Tensor, "rows dense"], num_rows: int
-    ) -> Float[Tensor, "rows dim"]:
-        """Returns the first rows' user vectors, divided by the temperature; arguments as of :meth:`Tower.forward`."""
-        vectors: Tensor = self.user(embedded, numbers, num_rows)
-        return vectors / self.score_divisor
 
 
 class TwoTower(Model):
@@ -180,19 +176,18 @@ class TwoTower(Model):
         names = [*schema.categorical_names, *schema.dense]
         for name in config.item_features:
             one_of("model.item_features", name, [each for each in names if each != config.item])
-        of_items = {config.item, *config.item_features}
-        of_users = [name for name in names if name not in of_items]
-        if not of_users:
+        item_side = [config.item, *config.item_features]
+        user_side = [name for name in names if name not in item_side]
+        if not user_side:
             raise UserError(
                 f"all features of the dataset ({', '.join(names)}) are model.item or model.item_features; the tower of "
                 "users needs one: shorten model.item_features, or prepare a dataset with a feature of users."
             )
         self.embeddings, _ = inputs.pooled_embeddings()
-        user, item = (Side.of(inputs, list(side)) for side in (of_users, of_items))
+        user, item = (Side.of(inputs, side) for side in (user_side, item_side))
         self.network = Towers(
-            Tower(user, inputs.embedding_dim, config.user_tower, config),
+            Tower(user, inputs.embedding_dim, config.user_tower, config, config.score_divisor),
             Tower(item, inputs.embedding_dim, config.item_tower, config),
-            config.score_divisor,
         )
 
     def forward(

@@ -1,7 +1,7 @@
 """The section of the task ``retrieval``."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import pydantic.dataclasses
 from pydantic import model_validator
@@ -102,13 +102,12 @@ class RetrievalConfig:
 
     def for_model(self, model: "ItemModelConfig") -> "RetrievalConfig":
         """Returns the section with the model's ``item`` and ``item_features``; refuses others."""
-        own: Any
         for name in ("item", "item_features"):
-            own, of_model = getattr(self, name), getattr(model, name)
-            if own is not None and own != of_model:
+            task_value, model_value = getattr(self, name), getattr(model, name)
+            if task_value is not None and task_value != model_value:
                 raise ValueError(
-                    f"task.{name} is {own!r} and model.{name} is {of_model!r}; set model.{name}, and leave task.{name} "
-                    "out"
+                    f"task.{name} is {task_value!r} and model.{name} is {model_value!r}; set model.{name}, and leave "
+                    f"task.{name} out"
                 )
         return dataclasses.replace(self, item=model.item, item_features=model.item_features)
 

@@ -1,4 +1,4 @@
-"""The items of users in the splits of a dataset, read once: those to find, and those that are seen before a split."""
+"""The items of users in the splits of a dataset, read once: relevant items of a split, and items seen before it."""
 
 from collections.abc import Sequence
 

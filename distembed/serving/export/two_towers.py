@@ -60,15 +60,12 @@ class TowerProgram(nn.Module):
         tower: The tower.
         features: Its categorical features.
         vectors: Looks them up.
-        score_divisor: The divisor of the vectors: the temperature for users, and 1 for items.
     """
 
-    def __init__(
-        self, tower: Tower, features: Sequence[PlainFeature], vectors: FeatureVectors, score_divisor: float
-    ) -> None:
+    def __init__(self, tower: Tower, features: Sequence[PlainFeature], vectors: FeatureVectors) -> None:
         super().__init__()
         self.tower, self.vectors = copy.deepcopy(tower).eval(), vectors
-        self._features, self._score_divisor = features, score_divisor
+        self._features = features
 
     def forward(
         self,
@@ -83,7 +80,7 @@ class TowerProgram(nn.Module):
         """Returns the vectors of rows with these features."""
         numbers = torch.empty(num_rows, 0) if dense is None else dense
         vectors: Tensor = self.tower(self.vectors(features), numbers, num_rows)
-        return vectors / self._score_divisor
+        return vectors
 
 
 class RetrievalProgram(nn.Module):
@@ -128,14 +125,12 @@ class TowerSide:
     Attributes:
         file: The file of its program.
         tower: The tower.
-        score_divisor: The divisor of its vectors.
         features: Its categorical features.
         tables: The tables of these features, without features of the other tower.
     """
 
     file: str
     tower: Tower
-    score_divisor: float
     features: Sequence[PlainFeature]
     tables: Sequence[CompositionalEmbeddingBagConfig]
 
@@ -221,12 +216,12 @@ class TowerModel:
     @property
     def user(self) -> TowerSide:
         """The tower of users."""
-        return self._side("user", self.model.network.user, self.model.network.score_divisor)
+        return self._side("user", self.model.network.user)
 
     @property
     def item_side(self) -> TowerSide:
         """The tower of items."""
-        return self._side("item", self.model.network.item, 1.0)
+        return self._side("item", self.model.network.item)
 
     @property
     def features(self) -> list[PlainFeature]:
@@ -321,7 +316,7 @@ class TowerModel:
         faiss_file = None if faiss is None else FAISS_INDEX
         return ItemIndex(INDEX, len(self.index.ids), self.index.vectors.shape[1], faiss_file)
 
-    def _side(self, name: str, tower: Tower, score_divisor: float) -> TowerSide:
+    def _side(self, name: str, tower: Tower) -> TowerSide:
         lists = {feature.name: feature.multi_hot for feature in self.schema.categorical}
         features = [PlainFeature(each, lists[each]) for each in tower.side.categorical]
         tables = []
@@ -329,7 +324,7 @@ class TowerModel:
             names = [each for each in table.feature_names if each in tower.side.categorical]
             if names:
                 tables.append(replace(table, feature_names=names, sse=None))
-        return TowerSide(f"towers/{name}.pt2", tower, score_divisor, features, tables)
+        return TowerSide(f"towers/{name}.pt2", tower, features, tables)
 
     @property
     def _collection(self) -> CompositionalEmbeddingBagCollection:
@@ -340,7 +335,7 @@ class TowerModel:
         weights = {table.name: self._collection.weights(table.name) for table in side.tables}
         by_name = {feature.name: feature for feature in side.features}
         vectors = FeatureVectors(side.tables, weights, by_name, storage)
-        return TowerProgram(side.tower, side.features, vectors, side.score_divisor)
+        return TowerProgram(side.tower, side.features, vectors)
 
 
 def require_faiss() -> Any:
