@@ -60,7 +60,10 @@ class NetworkEstimate:
 
 
 class _LiveBytes(TorchDispatchMode):
-    """Counts the bytes of storages that operators return, until they are freed: ``now``, and ``peak`` at most."""
+    """Counts the bytes of storages that operators return, until they are freed: ``now``, and ``peak`` at most.
+
+    The copy of its input that ``logsumexp`` makes counts in the peak: it may be the largest tensor of a step.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -72,6 +75,8 @@ class _LiveBytes(TorchDispatchMode):
         for value in tree_iter(returned):
             if isinstance(value, Tensor):
                 self.count(value)
+        if func is torch.ops.aten.logsumexp.default:
+            self.peak = max(self.peak, self.now + args[0].nbytes)
         return returned
 
     def count(self, tensor: Tensor) -> None:

@@ -82,6 +82,18 @@ def test_a_step_on_fake_tensors_is_that_on_real_ones() -> None:
     assert least <= estimate.peak <= 4 * least
 
 
+def test_the_copy_that_logsumexp_makes_of_its_input_counts() -> None:
+    with KnownIntegers().active():
+        model, scores = nn.Module(), torch.empty(100, 2000)
+
+        def run() -> int:
+            scores.mul(2).logsumexp(1)
+            return 0
+
+        estimate = measure_step(model, run, [scores], 100, "adam", False)
+    assert estimate.peak == 4 * (2 * 100 * 2000 + 100)
+
+
 def test_only_integers_are_known() -> None:
     mode = KnownIntegers()
     lengths = mode.fake(torch.tensor([3, 0, 2]))

@@ -359,10 +359,20 @@ def sampled_cross_entropy(
         log_probabilities: The logarithm of each draw's probability; a draw of -inf counts nothing.
         is_hit: Whether a draw is the query's target.
     """
+    # without a name for the corrected scores: a step's largest tensors would live until the end
+    candidates = torch.cat([targets.unsqueeze(1), _corrected(negatives, log_probabilities, is_hit)], dim=1)
+    return candidates.logsumexp(1) - targets
+
+
+def _corrected(
+    negatives: Float[Tensor, "queries draws"],
+    log_probabilities: Float[Tensor, "queries draws"],
+    is_hit: Bool[Tensor, "queries draws"],
+) -> Float[Tensor, "queries draws"]:
+    """Returns ``s - log(probability) - log(draws)`` of each draw, and -inf of a draw that counts nothing."""
     num_draws = negatives.shape[1]
-    corrected = negatives - log_probabilities - (math.log(num_draws) if num_draws else 0.0)
-    corrected = corrected.masked_fill(is_hit | (log_probabilities == -torch.inf), -torch.inf)
-    return torch.cat([targets.unsqueeze(1), corrected], dim=1).logsumexp(1) - targets
+    corrected = (negatives - log_probabilities).sub_(math.log(num_draws) if num_draws else 0.0)
+    return corrected.masked_fill_(is_hit | (log_probabilities == -torch.inf), -torch.inf)
 
 
 def drawn_cross_entropy(
@@ -443,4 +453,4 @@ class BatchCandidates:
         block_columns = slice(first, first + len(vectors))
         is_hit = self.items.ids.unsqueeze(0) == self.items.ids[block_columns].unsqueeze(1)
         targets = scores[:, block_columns].diagonal()
-        return sampled_cross_entropy(targets, scores, -self.shifts.expand_as(scores), is_hit)
+        return sampled_cross_entropy(targets, scores, (-self.shifts).expand_as(scores), is_hit)
