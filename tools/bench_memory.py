@@ -4,9 +4,10 @@
 
     python tools/bench_memory.py --output bench_memory.json
 
-The models are DLRM over Criteo Kaggle's 26 features, with row-wise Adagrad, and models of users and items, on gloo
-ranks of this machine. Each case trains ten times, five of them while other processes keep all cores busy. The result is
-the highest of the ten peaks. It includes gradient buffers, but not weights and optimizer states.
+The models are DLRM over Criteo Kaggle's 26 features, with row-wise Adagrad, other models of clicks and of several
+labels, and models of users and items, on gloo ranks of this machine. Each case trains ten times, five of them while
+other processes keep all cores busy. The result is the highest of the ten peaks. It includes gradient buffers, but not
+weights and optimizer states.
 
 The peak is sampled from malloc's statistics, after each operator and every millisecond by a thread. Between two steps
 the allocated bytes are known exactly, from the storages that operators have returned. The profiler's trace cannot be
@@ -20,14 +21,18 @@ import itertools
 import json
 import multiprocessing
 import os
+import tempfile
 import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
 from bench_commands import bench_parser, write_output
@@ -40,15 +45,30 @@ from torch.utils._pytree import tree_iter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.base.ranks import Collectives, Ranks
-from distembed.data.dataset.schema import SCHEMAS, CategoricalFeature, Schema
+from distembed.data.dataset.config import DataConfig
+from distembed.data.dataset.manifest import create_manifest
+from distembed.data.dataset.schema import LABELS, SCHEMAS, CategoricalFeature, Label, Schema
 from distembed.data.reader.batch import Batch
 from distembed.embedding import EmbeddingConfig, TableConfig
-from distembed.models import MODELS, DINConfig, DLRMConfig, GRUConfig, HSTUConfig, MFConfig, ModelConfig, SASRecConfig
+from distembed.models import (
+    MODELS,
+    DINConfig,
+    DLRMConfig,
+    ESMMConfig,
+    GRUConfig,
+    HSTUConfig,
+    MFConfig,
+    ModelConfig,
+    SASRecConfig,
+    TwoTowerConfig,
+)
 from distembed.optim.config import SparseOptimizerConfig
 from distembed.planning import PlanConfig
 from distembed.planning.buffers import StepBuffers
 from distembed.planning.config import TablePlanConfig
-from distembed.tasks import ClickConfig, NextItemConfig, RatingConfig, TaskConfig
+from distembed.tasks import ClickConfig, MultiConfig, NextItemConfig, RatingConfig, RetrievalConfig, TaskConfig
+from distembed.tasks.base import BatchPosition, TaskContext
+from distembed.tasks.multi_config import LabelConfig
 from distembed.training.build import Blueprint, TrainingState, build_training_state
 from distembed.training.config import Config
 from distembed.training.train_config import TrainConfig
@@ -62,17 +82,45 @@ _SAMPLED_BYTES = 2**16
 
 @dataclasses.dataclass(frozen=True)
 class Learnt:
-    """A model and its task; ``tables`` names the tables, all categorical columns unless given."""
+    """A model and its task.
+
+    Attributes:
+        schema: The columns of the dataset.
+        model: The model.
+        task: The task.
+        tables: Names of the tables; all categorical columns unless given.
+        adds_to_batches: Whether the task starts on a dataset and adds its columns to batches; else they are drawn.
+    """
 
     schema: Schema
     model: ModelConfig
     task: TaskConfig
     tables: tuple[str, ...] = ()
+    adds_to_batches: bool = False
 
 
 CLICKS = Learnt(SCHEMAS["criteo_kaggle"], DLRMConfig(bottom=[128, 64], top=[128, 64]), ClickConfig())
 CLICK_MODELS = ["dcn", "dcnv2", "gdcn", "deepfm", "finalmlp"]
 """Models of the criteo rows in their default sizes."""
+_MOST_IDS = 200_000
+SMALL_CLICKS = dataclasses.replace(
+    CLICKS.schema,
+    categorical=tuple(
+        dataclasses.replace(each, num_embeddings=min(each.num_embeddings, _MOST_IDS))
+        for each in CLICKS.schema.categorical
+    ),
+)
+"""Criteo rows with smaller vocabularies: full tables of all ids take 4.3 GB, which no step touches."""
+_CLICK, _CONVERSION, _RATING = Label("click"), Label("conversion"), Label("rating", "number")
+TWO_LABELS = dataclasses.replace(SMALL_CLICKS, label=None, labels=(_CLICK, _CONVERSION))
+THREE_LABELS = dataclasses.replace(SMALL_CLICKS, label=None, labels=(_CLICK, _CONVERSION, _RATING))
+_AFTER = MultiConfig(labels={"click": LabelConfig(), "conversion": LabelConfig(after="click")})
+LABEL_MODELS = {
+    "MMoE": Learnt(THREE_LABELS, MODELS["mmoe"](), MultiConfig()),
+    "PLE": Learnt(THREE_LABELS, MODELS["ple"](), MultiConfig()),
+    "ESMM": Learnt(TWO_LABELS, ESMMConfig(click="click"), _AFTER),
+}
+"""Models of several labels in their default sizes."""
 USERS, ITEMS = CategoricalFeature("user", 50_000), CategoricalFeature("item", 20_000)
 RATINGS = Learnt(Schema("rating", (), (USERS, ITEMS), label_kind="number"), MFConfig(), RatingConfig())
 SEQUENCES = Schema(None, (), (USERS, CategoricalFeature("item", 20_000, True, 25.0)))
@@ -83,6 +131,22 @@ _HISTORY = CategoricalFeature("history", 20_000, True, 25.0, table="item")
 HISTORIES = Schema("label", ("price",), (USERS, CategoricalFeature("item", 20_000), _HISTORY))
 DIN, TRANSFORMER = (
     Learnt(HISTORIES, DINConfig(history=kind), ClickConfig(), ("user", "item")) for kind in ("attention", "transformer")
+)
+_TASTE = CategoricalFeature("history", 20_000, True, 24.0, table="item")
+PAIRS = Schema(
+    None,
+    ("age", "price"),
+    (USERS, CategoricalFeature("item", 20_000), _TASTE, CategoricalFeature("genres", 500, True, 3.0)),
+)
+IN_BATCH, SAMPLED = (
+    Learnt(
+        PAIRS,
+        TwoTowerConfig(item_features=["genres", "price"]),
+        RetrievalConfig(loss=loss, item="item", item_features=["genres", "price"]),
+        ("user", "item", "genres"),
+        adds_to_batches=True,
+    )
+    for loss in ("in_batch", "sampled")
 )
 RECURRENT = Learnt(SEQUENCES, GRUConfig(), NextItemConfig(loss="binary"), ("item",))
 
@@ -98,7 +162,7 @@ class Case:
         nodes: Number of nodes.
         ranks_per_node: Number of ranks of a node.
         learnt: The model and its task.
-        rows_share: The batch size as a share of ``--batch-size``; smaller for sequences.
+        rows_share: The batch size as a share of ``--batch-size``; smaller for sequences and costly networks.
     """
 
     name: str
@@ -133,7 +197,13 @@ CASES = [
             ("HSTU, softmax", POINTWISE, 1 / 16),
             ("DIN, attention", DIN, 1 / 4),
             ("DIN, transformer", TRANSFORMER, 1 / 4),
-            *((name, Learnt(CLICKS.schema, MODELS[name](), ClickConfig()), 1.0) for name in CLICK_MODELS),
+            *(
+                (name, Learnt(SMALL_CLICKS, MODELS[name](), ClickConfig()), 1 / 2 if name == "gdcn" else 1.0)
+                for name in CLICK_MODELS
+            ),
+            *((name, learnt, 1 / 4 if name == "PLE" else 1.0) for name, learnt in LABEL_MODELS.items()),
+            ("two towers, in_batch", IN_BATCH, 1.0),
+            ("two towers, sampled", SAMPLED, 1.0),
         )
         for ranks in (1, 2)
         for label, table in (("", FULL), (", product", QUOTIENT))
@@ -231,8 +301,27 @@ def draw_batches(schema: Schema, rank: int, num_rows: int, batch_size: int) -> I
             lengths=torch.from_numpy(np.concatenate(lengths)).int(),
             stride=num_rows,
         )
-        fields = {"dense_features": torch.zeros(num_rows, len(schema.dense)), "labels": torch.zeros(num_rows)}
+        fields = {"dense_features": torch.zeros(num_rows, len(schema.dense))}
+        fields |= {field.name: torch.zeros(field.shape(num_rows)) for field in schema.fields if field.name == LABELS}
         yield Batch({**fields, "sparse_features": ids}, batch_size)
+
+
+def start_on_rows(state: TrainingState, schema: Schema, ranks: Ranks, folder: Path) -> None:
+    """Starts the task on a dataset of 100,000 drawn rows, which it writes into the folder."""
+    generator = np.random.default_rng(0)
+
+    def drawn(feature: CategoricalFeature) -> pa.Array:
+        ids = pa.array(generator.integers(2, feature.num_embeddings, 100_000), pa.int32())
+        return pa.ListArray.from_arrays(np.arange(100_001, dtype=np.int32), ids) if feature.multi_hot else ids
+
+    columns = {feature.name: drawn(feature) for feature in schema.categorical}
+    columns |= {name: generator.random(100_000, np.float32) for name in schema.dense}
+    (folder / "train").mkdir()
+    pq.write_table(pa.table(columns), folder / "train" / "part-0.parquet")
+    create_manifest(folder, schema, {"train": ["train/part-0.parquet"]})
+    data = DataConfig(path=str(folder), validation=None, test=None)
+    state.task.start(TaskContext(data, str(folder), schema, ranks, 0, {}))
+    state.task.start_lines()
 
 
 def blueprint_of(case: Case, batch_size: int, ranks: Ranks) -> Blueprint:
@@ -276,17 +365,31 @@ def measure(case: Case, batch_size: int, repeats: int, ranks: Ranks) -> tuple[St
     """Returns this rank's estimate and its measured peaks, the second half of them under load; all ranks call it."""
     batch_size = round(batch_size * case.rows_share)
     blueprint, num_rows = blueprint_of(case, batch_size, ranks), batch_size // ranks.world_size
-    schema = blueprint.batch_schema
+    adds = case.learnt.adds_to_batches
+    schema = blueprint.schema if adds else blueprint.batch_schema
     peaks = []
-    with Allocations() as allocations, allocations.sampled():
+    with Allocations() as allocations, allocations.sampled(), tempfile.TemporaryDirectory() as folder:
         state = build_training_state(blueprint, ranks, num_steps=repeats * NUM_STEPS)
+        if adds:
+            start_on_rows(state, schema, ranks, Path(folder))
         for repeat in range(repeats):
             with _busy_cores(ranks.rank == 0 and repeat >= repeats // 2):
                 dist.barrier()
-                peaks.append(peak_bytes(state, allocations, draw_batches(schema, ranks.rank, num_rows, batch_size)))
+                batches = draw_batches(schema, ranks.rank, num_rows, batch_size)
+                if adds:
+                    batches = prepared_batches(state, batches)
+                peaks.append(peak_bytes(state, allocations, batches))
+                del batches
                 dist.barrier()
         kept = kept_bytes(state)
-    return estimated_step(blueprint, state.plan).buffers(ranks.rank), [peak - kept for peak in peaks]
+    unstarted = blueprint_of(case, batch_size, ranks)
+    return estimated_step(unstarted, state.plan).buffers(ranks.rank), [peak - kept for peak in peaks]
+
+
+def prepared_batches(state: TrainingState, batches: Iterator[Batch]) -> Iterator[Batch]:
+    """Yields the batches with the task's additions."""
+    for step, batch in enumerate(batches):
+        yield state.task.prepare_batch(batch, BatchPosition(step, 0))
 
 
 def peak_bytes(state: TrainingState, allocations: Allocations, batches: Iterator[Batch]) -> int:
