@@ -1,5 +1,6 @@
 """What every test has at hand: real rows where there are some, and one thread a process."""
 
+import importlib.util
 import os
 
 # before torch is imported anywhere; the workers share the cores already
@@ -46,6 +47,19 @@ def criteo_sample() -> Path:
         pytest.skip("DISTEMBED_CRITEO_SAMPLE is unset: it names a TSV file of real Criteo rows")
     if not Path(path).is_file():
         pytest.fail(f"DISTEMBED_CRITEO_SAMPLE is {path!r}, which is no file")
+    return Path(path)
+
+
+@pytest.fixture(scope="session")
+def movielens() -> Path:
+    """The folder of ml-100k: that of DISTEMBED_RECBOLE, or of the wheel, nothing of which is imported."""
+    found = importlib.util.find_spec("recbole")
+    wheel = None if found is None or found.origin is None else Path(found.origin).parent
+    path = os.environ.get("DISTEMBED_RECBOLE", "" if wheel is None else str(wheel / "dataset_example" / "ml-100k"))
+    if not path:
+        pytest.skip("DISTEMBED_RECBOLE is unset: it names the folder ml-100k of the wheel recbole==1.2.1")
+    if not (Path(path) / "ml-100k.inter").is_file():
+        pytest.fail(f"DISTEMBED_RECBOLE is {path!r}, which has no file ml-100k.inter")
     return Path(path)
 
 

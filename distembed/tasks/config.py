@@ -37,13 +37,21 @@ Cutoffs = Annotated[list[Count], Field(min_length=1), AfterValidator(_rising)]
 
 
 class TaskConfig(Protocol):
-    """A task's section of a config: a frozen pydantic dataclass that builds the task."""
+    """A task's section of a config: a frozen pydantic dataclass, from which :func:`build_task` builds the task.
+
+    It is a :class:`PlainTaskConfig` or a :class:`SchemaTaskConfig`.
+    """
 
     __dataclass_fields__: ClassVar[dict[str, DataclassField[Any]]]
 
     @property
     def name(self) -> str:
         """The task's name in ``TASKS``."""
+
+
+@runtime_checkable
+class PlainTaskConfig(Protocol):
+    """A task's section whose task is built without a dataset."""
 
     def build(self) -> "Task":
         """Returns the task that the section describes."""
@@ -104,8 +112,16 @@ class ItemTaskConfig(Protocol):
 
 
 def build_task(config: TaskConfig, schema: Schema) -> "Task":
-    """Builds the task of a section for a dataset's columns."""
-    return config.build_for(schema) if isinstance(config, SchemaTaskConfig) else config.build()
+    """Builds the task of a section for a dataset's columns.
+
+    Raises:
+        UserError: The section builds no task, or its settings do not fit the dataset.
+    """
+    if isinstance(config, SchemaTaskConfig):
+        return config.build_for(schema)
+    if isinstance(config, PlainTaskConfig):
+        return config.build()
+    raise UserError(f"{type(config).__name__} builds no task; define its build() or its build_for(schema).")
 
 
 def batch_schema(task: TaskConfig, schema: Schema) -> Schema:

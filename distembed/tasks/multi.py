@@ -11,7 +11,9 @@ multiplied by the row's weight as in ``row_weights.py``. A label that a share q 
 weight to compensate. Ranks need not exchange their numbers of labels, and the gradient is that of the mean over the
 split.
 
-Metrics of a label are over the rows of the split that have it; ``click.rows`` is their number.
+Metrics of a label are over the rows of the split that have it; ``click.rows`` is their number. A label after another
+one, such as a conversion after a click, also has the AUC of the conversion rate p(conversion) / p(click), the pCVR of
+ESMM (Ma et al., SIGIR 2018), among clicked rows: ``conversion.cvr_auc``, of ``conversion.cvr_rows`` rows.
 """
 
 import dataclasses
@@ -30,13 +32,14 @@ from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.schema import LABELS, WEIGHTS, Label, Schema
 from distembed.data.reader.batch import Batch
 from distembed.tasks.base import BatchPosition, Outputs, Rows, Sums, Task, TaskContext
+from distembed.tasks.binary_metrics import exact_auc
 from distembed.tasks.click import ClickTask
 from distembed.tasks.click_config import ClickConfig, ClickLossConfig
-from distembed.tasks.multi_config import LabelConfig, MultiConfig
+from distembed.tasks.multi_config import CVR_AUC, LabelConfig, MultiConfig
 from distembed.tasks.rating import NumberTask
 from distembed.tasks.rating_config import NumberConfig
 from distembed.tasks.reported_metrics import ReportedMetric, headline_first
-from distembed.tasks.row_weights import RowWeights, total_weight
+from distembed.tasks.row_weights import RowWeights, total_weight, weights_of
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,13 @@ class _LabelTask:
         if label.kind == "number":
             return cls(label, config, NumberTask(**config.settings(NumberConfig)))
         return cls(label, config, ClickTask(ClickConfig(**config.settings(ClickLossConfig))))
+
+    def reported_metrics(self, has_rate: bool) -> Iterator[ReportedMetric]:
+        """Yields the label's metrics; ``has_rate`` says whether the label before it is learned too."""
+        rates = (ReportedMetric(CVR_AUC, "CVR AUC", better="higher"),) if has_rate else ()
+        for metric in (*self.task.reported_metrics, *rates):
+            name, heading = f"{self.label.name}.{metric.name}", f"{self.label.name} {metric.heading}"
+            yield dataclasses.replace(metric, name=name, heading=heading)
 
     def with_prefix(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Returns values of this label by their names among all labels, such as ``click.auc``."""
@@ -82,11 +92,10 @@ class MultiTask(Task):
         self._tasks = [_LabelTask.of(label, config.labels.get(label.name, LabelConfig())) for label in labels]
         self._weights = RowWeights()
         self.scores = tuple(label.name for label in labels)
-        reported = [
-            dataclasses.replace(metric, name=f"{name}.{metric.name}", heading=f"{name} {metric.heading}")
-            for name, each in zip(self.scores, self._tasks, strict=True)
-            for metric in each.task.reported_metrics
-        ]
+        learned = dict(zip(self.scores, self._tasks, strict=True))
+        self._rates = [(learned[each.config.after], each) for each in self._tasks if each.config.after in learned]
+        has_rate = {each.label.name for _, each in self._rates}
+        reported = [metric for name in self.scores for metric in learned[name].reported_metrics(name in has_rate)]
         self.reported_metrics = _with_headline(reported, config.headline)
         self.unknown_columns = tuple(f"{name}.label" for name in self.scores)
         self.prediction_columns = (*self.scores, *self.unknown_columns)
@@ -162,6 +171,8 @@ class MultiTask(Task):
         metrics: dict[str, float] = {"rows": len(rows[self._outputs[0]]), **total_weight(rows)}
         for each in self._tasks:
             metrics |= each.with_prefix(each.task.metrics(_rows_with_label(each, rows)))
+        for before, each in self._rates:
+            metrics |= each.with_prefix(_rate_metrics(before, each, rows))
         return metrics
 
     def training_sums(self, outputs: Outputs) -> Outputs:
@@ -188,9 +199,12 @@ class MultiTask(Task):
         return each.task.details(_rows_with_label(each, rows))
 
     def describe(self, metrics: Mapping[str, Any]) -> str:
-        return "; ".join(
-            f"{each.label.name}: {each.task.describe(each.without_prefix(metrics))}" for each in self._tasks
-        )
+        texts = []
+        for each in self._tasks:
+            own = each.without_prefix(metrics)
+            rate = f"CVR AUC {own[CVR_AUC]:.4f} ({own['cvr_rows']:,} rows)  " if CVR_AUC in own else ""
+            texts.append(f"{each.label.name}: {rate}{each.task.describe(own)}")
+        return "; ".join(texts)
 
     def describe_training(self, metrics: Mapping[str, Any]) -> str:
         return "  ".join(
@@ -211,6 +225,19 @@ def _rows_with_label(label_task: _LabelTask, rows: Rows) -> Rows:
         outputs[WEIGHTS] = rows[WEIGHTS]
     has_label = ~np.isnan(outputs["labels"])
     return {name: values[has_label] for name, values in outputs.items()}
+
+
+def _rate_metrics(before: _LabelTask, after: _LabelTask, rows: Rows) -> dict[str, float]:
+    """Returns how well p(after) / p(before) orders the rows in which the label before is 1 and the other is known."""
+    first, second = before.without_prefix(rows), after.without_prefix(rows)
+    is_counted = (first["labels"] == 1) & ~np.isnan(second["labels"])
+    log_before, log_after = (
+        -np.logaddexp(0, -each["logits"][is_counted].astype(np.float64)) for each in (first, second)
+    )
+    weights = weights_of(rows)
+    counted_weights = None if weights is None else weights[is_counted].astype(np.float64)
+    auc = exact_auc(log_after - log_before, second["labels"][is_counted], counted_weights)
+    return {CVR_AUC: auc, "cvr_rows": int(is_counted.sum())}
 
 
 def _masked_column(

@@ -18,6 +18,9 @@ from distembed.tasks.rating_config import NumberConfig
 if TYPE_CHECKING:
     from distembed.tasks.base import Task
 
+CVR_AUC = "cvr_auc"
+"""Name of the AUC of p(label) / p(label before it), among rows in which the label before it is 1."""
+
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class LabelConfig(ClickLossConfig, NumberConfig):
@@ -44,7 +47,8 @@ class MultiConfig:
 
     Attributes:
         name: The task's name, ``multi``.
-        labels: The settings of each label that the model learns, by name; empty for all labels of the dataset.
+        labels: The settings of each label that the model learns, by name; empty for all labels of the dataset. A run's
+            config names the labels that it learns.
         headline: Name of the metric by which models are compared, such as ``click.auc``; null for the AUC or RMSE of
             the first label, in the dataset's order.
     """
@@ -66,14 +70,15 @@ class MultiConfig:
                 chain.append(after)
         return self
 
-    def build(self) -> "Task":
-        """Raises an error: labels of a dataset are needed; :func:`distembed.tasks.build_task` gives them."""
-        raise UserError("the task 'multi' is built for the labels of a dataset, by distembed.tasks.build_task.")
-
     def build_for(self, schema: Schema) -> "Task":
         """Builds the task for a dataset's columns."""
         task: Task = imported("distembed.tasks.multi:MultiTask")(self, schema)
         return task
+
+    def with_labels(self, schema: Schema) -> "MultiConfig":
+        """Returns the section with each label that the model learns in ``labels``."""
+        labels = {label.name: self.labels.get(label.name, LabelConfig()) for label in self.chosen_labels(schema)}
+        return dataclasses.replace(self, labels=labels)
 
     def batch_schema(self, schema: Schema) -> Schema:
         """Returns the dataset's columns, of its labels only the ones that the model learns."""
@@ -94,7 +99,8 @@ class MultiConfig:
             return labels[0], labels[0].kind == "binary"
         name, _, metric = self.headline.rpartition(".")
         names = [label.name for label in labels]
-        return labels[names.index(one_of("label of task.headline", name, names))], metric in NEED_BOTH_LABELS
+        needs_both = metric in (*NEED_BOTH_LABELS, CVR_AUC)
+        return labels[names.index(one_of("label of task.headline", name, names))], needs_both
 
     def chosen_labels(self, schema: Schema) -> tuple[Label, ...]:
         """Returns the labels that the model learns, in the dataset's order.

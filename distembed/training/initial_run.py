@@ -135,14 +135,17 @@ def begun_config(config: Config) -> Config:
 def resumed_config(config: Config, folder: Path) -> Config:
     """Returns the given config with everything that the run in ``folder`` decided when it started.
 
-    ``task.exclude_seen: auto`` becomes the run's decision. In a run with ``train.init_from``, that setting is taken
-    from the run if it is missing, and table settings as the user gave them become the grown settings. Other settings
-    stay as given, so that :func:`~distembed.training.resume.require_same_config` finds differences.
+    ``task.exclude_seen: auto`` becomes the run's decision, and empty ``task.labels`` the run's labels. In a run with
+    ``train.init_from``, that setting is taken from the run if it is missing, and table settings as the user gave them
+    become the grown settings. Other settings stay as given, so that
+    :func:`~distembed.training.resume.require_same_config` finds differences.
     """
     started_with = load_run_config(folder)
     if getattr(config.task, "exclude_seen", None) == "auto" and config.task.name == started_with.task.name:
         decided = started_with.task.exclude_seen  # type: ignore[attr-defined]
         config = dataclasses.replace(config, task=dataclasses.replace(config.task, exclude_seen=decided))
+    if isinstance(config.task, MultiConfig) and isinstance(started_with.task, MultiConfig) and not config.task.labels:
+        config = dataclasses.replace(config, task=dataclasses.replace(config.task, labels=started_with.task.labels))
     given_embedding = _recorded_embedding(folder, _GIVEN)
     if given_embedding is None:
         return config

@@ -135,8 +135,8 @@ class OnFirst(Protocol):
 def find_start(config: Config, options: RunOptions, on_first: OnFirst, say: Callable[[str], None]) -> RunStart:
     """Finds the start of a run, and refuses one that cannot be started; all ranks call it.
 
-    A resumed run takes tables, decisions and id from its folder. A new run grows tables from ``train.init_from`` and
-    decides ``task.exclude_seen: auto``. Nothing is written into the folder.
+    A resumed run takes tables, decisions and id from its folder. A new run grows tables from ``train.init_from``,
+    decides ``task.exclude_seen: auto`` and names the labels of a task of several. Nothing is written into the folder.
 
     Args:
         config: The whole config.
@@ -164,6 +164,8 @@ def find_start(config: Config, options: RunOptions, on_first: OnFirst, say: Call
         seen_items = on_first(lambda: recorded(folder, SEEN_ITEMS))
     else:
         task, seen_items = on_first(lambda: decided_task(config.task, dataset, manifest, config.data.train))
+        if isinstance(task, MultiConfig):
+            task = task.with_labels(manifest.schema)
         config = dataclasses.replace(config, task=task)
     sse = _replaced_ids(config, dataset, manifest)
     if resume:

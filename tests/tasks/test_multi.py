@@ -209,6 +209,32 @@ def test_a_chain_of_labels_is_masked_link_by_link() -> None:
         assert [found_b, found_c] == pytest.approx(expected, abs=0, nan_ok=True)
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_conversion_rate_is_ranked_among_clicked_rows(weighted: bool) -> None:
+    rng = np.random.default_rng(4)
+    click, buy, outputs = rng.integers(0, 2, 400), rng.integers(0, 2, 400).astype(float), rng.normal(size=(400, 3))
+    buy[rng.random(400) < 0.3] = NAN
+    labels = np.stack([np.where(rng.random(400) < 0.2, NAN, click), np.zeros(400), buy], 1)
+    weights = rng.integers(0, 4, 400)
+    task = make_task({"click": LabelConfig(), "stars": LabelConfig(), "buy": LabelConfig(after="click")})
+    fields = {WEIGHTS: torch.tensor(weights, dtype=torch.float32)} if weighted else {}
+    batch = prepared(task, torch.tensor(labels, dtype=torch.float32), **fields)
+    evaluated = task.evaluate(torch.tensor(outputs, dtype=torch.float32), batch)
+    rows = {name: values.numpy() for name, values in evaluated.items()}
+    metrics = task.metrics(rows)
+    is_counted = (labels[:, 0] == 1) & ~np.isnan(buy)
+    both, clicked = (1 / (1 + np.exp(-outputs[is_counted, column])) for column in (2, 0))
+    share = {"sample_weight": weights[is_counted]} if weighted else {}
+    assert metrics["buy.cvr_auc"] == pytest.approx(roc_auc_score(buy[is_counted], both / clicked, **share), abs=1e-6)
+    assert metrics["buy.cvr_auc"] != pytest.approx(roc_auc_score(buy[is_counted], both, **share), abs=1e-3)
+    assert metrics["buy.cvr_rows"] == is_counted.sum()
+    reported = {metric.name: metric.heading for metric in task.reported_metrics}
+    assert reported["buy.cvr_auc"] == "buy CVR AUC" and "click.cvr_auc" not in reported
+    assert f"buy: CVR AUC {metrics['buy.cvr_auc']:.4f} ({is_counted.sum()} rows)" in task.describe(metrics)
+    no_rows = task.metrics({name: values[:0] for name, values in rows.items()})
+    assert math.isnan(no_rows["buy.cvr_auc"]) and no_rows["buy.cvr_rows"] == 0
+
+
 @pytest.mark.parametrize("after", [{"click": "buy", "buy": "click"}, {"a": "b", "b": "c", "c": "a", "d": "a"}])
 def test_a_circle_of_labels_is_refused(after: dict[str, str]) -> None:
     labels = {name: {"after": other} for name, other in after.items()}
@@ -242,6 +268,21 @@ def test_a_subset_of_the_labels_keeps_the_datasets_order() -> None:
     # the labels of a dataset with one label are a vector
     batch = task.prepare_batch(Batch({LABELS: torch.tensor([1.0, 2.0])}, 2), None)
     torch.testing.assert_close(batch[LABELS], torch.tensor([[1.0], [2.0]]))
+
+
+def test_all_labels_are_named_with_their_settings() -> None:
+    assert MultiConfig().with_labels(SCHEMA).labels == dict.fromkeys(SCHEMA.label_names, LabelConfig())
+    chosen = {"buy": LabelConfig(weight=2.0), "click": LabelConfig()}
+    assert MultiConfig(labels=chosen).with_labels(SCHEMA).labels == chosen
+
+
+def test_a_section_that_builds_no_task_is_refused() -> None:
+    @dataclasses.dataclass
+    class NoTaskConfig:
+        name: str = "none"
+
+    with pytest.raises(UserError, match="NoTaskConfig builds no task"):
+        build_task(NoTaskConfig(), SCHEMA)
 
 
 def test_labels_whose_columns_of_predictions_collide_are_refused() -> None:

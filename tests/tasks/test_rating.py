@@ -1,9 +1,7 @@
 """The rating task: its metrics, the mean of the training ratings, bad settings and bad datasets."""
 
 import dataclasses
-import importlib.util
 import json
-import os
 from pathlib import Path
 
 import numpy as np
@@ -54,19 +52,6 @@ def test_bad_settings_and_datasets_are_named() -> None:
         RatingConfig().batch_schema(dataclasses.replace(RATINGS, label=None))
     with pytest.raises(UserError, match="a label 'rating' of 0 and 1"):
         RatingConfig().batch_schema(dataclasses.replace(RATINGS, label_kind="binary"))
-
-
-@pytest.fixture(scope="module")
-def movielens() -> Path:
-    """The folder of ml-100k: that of DISTEMBED_RECBOLE, or of the wheel, nothing of which is imported."""
-    found = importlib.util.find_spec("recbole")
-    wheel = None if found is None or found.origin is None else Path(found.origin).parent
-    path = os.environ.get("DISTEMBED_RECBOLE", "" if wheel is None else str(wheel / "dataset_example" / "ml-100k"))
-    if not path:
-        pytest.skip("DISTEMBED_RECBOLE is unset: it names the folder ml-100k of the wheel recbole==1.2.1")
-    if not (Path(path) / "ml-100k.inter").is_file():
-        pytest.fail(f"DISTEMBED_RECBOLE is {path!r}, which has no file ml-100k.inter")
-    return Path(path)
 
 
 @pytest.mark.slow

@@ -7,13 +7,18 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv as pcsv
 import pyarrow.parquet as pq
 import pytest
 import yaml
 from sklearn.metrics import log_loss, roc_auc_score, root_mean_squared_error
 
+import distembed as package
 from distembed.data.dataset.schema import Label
 from distembed.models import MODELS
+from distembed.serving.model_folder.reading import read_manifest
+from tests.server.asgi import post, served
+from tests.server.exported_models import exported
 from tests.small_runs import ROWS, call, config_values, distembed, losses, metrics, stopped_at, write_dataset
 
 LABELS = (Label("click"), Label("stars", "number"), Label("buy"))
@@ -54,6 +59,14 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "config.yaml"
 
 
+def logged(run: Path, kind: str = "train") -> list[dict[str, float]]:
+    """Returns the step, the loss and the metrics of labels of each line."""
+    return [
+        {key: value for key, value in line.items() if "." in key or key in ("step", "loss")}
+        for line in metrics(run, kind)
+    ]
+
+
 def model_settings(name: str) -> list[str]:
     return [f"model={{name: {name}, {MODEL_SETTINGS[name]}}}", *([ESMM_LABELS] if name == "esmm" else [])]
 
@@ -72,7 +85,8 @@ def test_two_ranks_train_as_one_and_a_resumed_run_as_an_uninterrupted_one(
 ) -> None:
     one, two, resumed, no_sse = (tmp_path / run for run in ("one", "two", "resumed", "no_sse"))
     settings = (config, *model_settings(name))
-    few = (*settings, "train.max_steps=8", "train.checkpoint_every=3")
+    # at the checkpoint the window of metrics has one of its two steps
+    few = (*settings, "train.max_steps=8", "train.checkpoint_every=3", "train.log_every=2")
     call("train", *few, "--run-dir", one)
     # draws of SSE depend on the rank, so two ranks are compared without it, over the epoch with its last short batch
     call("train", *settings, "sse.default.p0=0", "--run-dir", no_sse)
@@ -83,10 +97,10 @@ def test_two_ranks_train_as_one_and_a_resumed_run_as_an_uninterrupted_one(
             for key in (key for key in own if "." in key or key == "loss"):
                 # an AUC that is not defined, of rows of equal labels, is null
                 assert own[key] == (None if other[key] is None else pytest.approx(other[key], rel=1e-4))
-    assert losses(one) != losses(no_sse)[:8]
+    assert losses(one) != losses(no_sse)[1:8:2]
     call("train", *few, "--run-dir", stopped_at(3, one, resumed), "--resume")
     assert losses(resumed) == losses(one)
-    assert metrics(resumed, "train")[-1]["click.auc"] == metrics(one, "train")[-1]["click.auc"]
+    assert logged(resumed) == logged(one)
     plan = json.loads(call("plan", *settings, "--nodes", "1", "--gpus", "2", "--gpu", "a100-40gb", "--json"))
     assert len(plan["ranks"]) == 2
 
@@ -143,3 +157,80 @@ def test_a_run_of_one_of_the_labels_equals_a_run_on_that_label(config: Path, tmp
         tmp_path / "more", change=with_labels, label=None, labels=(Label("label"), *LABELS), weight="importance"
     )
     assert call("evaluate", chosen, "--data", more, "--json") == call("evaluate", chosen, "--json")
+
+
+MOVIELENS = """
+text: {separator: "\t"}
+labels:
+  rating: {column: "rating:float", kind: number}
+  liked: {column: "rating:float", at_least: 4}
+categorical:
+  user: {column: "user_id:token", kind: integer}
+  item: {column: "item_id:token", kind: integer}
+split: 0.8,0.1,0.1
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.distributed
+def test_ratings_and_likes_of_movielens_on_ranks_resumed_exported_and_served(movielens: Path, tmp_path: Path) -> None:
+    (tmp_path / "schema.yaml").write_text(MOVIELENS)
+    source, dataset = movielens / "ml-100k.inter", tmp_path / "dataset"
+    call("prepare", "table", source, "--schema", tmp_path / "schema.yaml", "--output", dataset)
+    values = {
+        "data": {"path": str(dataset)},
+        "model": {"name": "mmoe", "num_experts": 2, "deep": [32], "tower": [8]},
+        "embedding": {"default": {"partition": "naive", "embedding_dim": 8}},
+        "task": {"name": "multi", "labels": {"rating": {"clip": [1, 5]}, "liked": {}}},
+        "train": {
+            **{"batch_size": 1000, "precision": "fp32", "device": "cpu", "log_every": 2, "checkpoint_every": 41},
+            "dense_optimizer": {"name": "adam", "learning_rate": 0.003},
+            "sparse_optimizer": {"name": "row_wise_adagrad", "learning_rate": 0.1},
+        },
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
+    one, two, resumed = (tmp_path / run for run in ("one", "two", "resumed"))
+    call("train", tmp_path / "config.yaml", "--run-dir", one)
+    distembed("train", tmp_path / "config.yaml", "--run-dir", two, ranks=2)
+    for kind in ("train", "eval"):
+        assert logged(one, kind)
+        for own, other in zip(logged(one, kind), logged(two, kind), strict=True):
+            assert own == pytest.approx(other, rel=1e-3)
+    # step 41 of 80 is within the epoch and within a window of metrics
+    call("train", tmp_path / "config.yaml", "--run-dir", stopped_at(41, one, resumed), "--resume")
+    assert logged(resumed) == logged(one) and logged(resumed, "eval") == logged(one, "eval")
+    found = json.loads((one / "evaluation.json").read_text())
+    assert found["rating.rmse"] < 1.0 and found["liked.auc"] > 0.7  # the mean rating has an RMSE of 1.12
+
+    table = pcsv.read_csv(source, parse_options=pcsv.ParseOptions(delimiter="\t")).slice(0, 200)
+    rows = table.select(["user_id:token", "item_id:token"]).to_pylist()
+    expected = package.load(one).predict(rows)
+    model = exported(one, tmp_path / "model")
+    parity = read_manifest(model).parity
+    assert parity.largest_difference < 1e-5 and parity.exported == pytest.approx(parity.trained, abs=1e-5)
+    answer = post(served(model), {"rows": rows}).json()
+    assert list(answer) == ["rating", "liked"]
+    for name in answer:
+        np.testing.assert_allclose(answer[name], expected[name].to_numpy(), atol=1e-5)
+    ratings, liked = table["rating:float"].to_numpy(), table["rating:float"].to_numpy() >= 4
+    assert root_mean_squared_error(ratings, answer["rating"]) < 1.0 and roc_auc_score(liked, answer["liked"]) > 0.7
+
+
+@pytest.mark.thorough
+def test_the_runs_config_names_its_labels(config: Path, tmp_path: Path) -> None:
+    """A label that another dataset has beside the run's is not learned, evaluated or exported by the run's commands."""
+    run, few = tmp_path / "run", ("train.checkpoint_every=3", "train.max_steps=5")
+    call("train", config, *model_settings("mmoe"), *few, "--run-dir", run)
+    assert list(yaml.safe_load((run / "config.yaml").read_text())["task"]["labels"]) == ["click", "stars", "buy"]
+    more = write_dataset(
+        tmp_path / "more", change=with_labels, label=None, labels=(Label("label"), *LABELS), weight="importance"
+    )
+    assert call("evaluate", run, "--data", more, "--json") == call("evaluate", run, "--json")
+    resumed = stopped_at(3, run, tmp_path / "resumed")
+    call("train", config, *model_settings("mmoe"), *few, "--run-dir", resumed, "--resume")
+    assert losses(resumed) == losses(run)
+    subset, labels = tmp_path / "subset", "task.labels={buy: {weight: 2.0}, click: {}}"
+    call("train", config, *model_settings("mmoe"), labels, *few, "--run-dir", subset)
+    assert package.load(subset).evaluate("test").keys() == json.loads(call("evaluate", subset, "--json")).keys()
+    model = exported(subset, tmp_path / "model")
+    assert list(read_manifest(model).network.outputs) == ["click", "buy"]
