@@ -95,7 +95,7 @@ def load(
     Args:
         run: Folder of a run that ``distembed train`` made.
         data: Where the run's dataset is now, or another one whose ids mean the same, for :meth:`LoadedModel.evaluate`
-            and for the items that users have already; nothing else needs the dataset.
+            for the items that users have already, and for the items of two towers; nothing else needs the dataset.
         device: ``cpu``, ``cuda``, or ``auto`` for CUDA where it is available.
         checkpoint: ``best``, ``newest``, or the number of steps after which it was written; unless given, the best
             where the run keeps it, else the newest.

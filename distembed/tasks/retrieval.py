@@ -117,10 +117,10 @@ class RetrievalTask(RecommendingTask):
                 "dataset's folder by --data, or data= of load()."
             )
         # the last row counts: of the training split where it has the item
-        last = [name for name in (data.test, data.validation, data.train) if name in manifest.splits]
+        last = [name for name in (data.test, data.validation, data.train) if name and name in manifest.splits]
         splits = [*(name for name in manifest.splits if name not in last), *last]
         columns = columns_of(self._started.schema, self._config.item_side)
-        rows = KeyedRows.of_splits(dataset, [name for name in splits if name], columns, self._item, "last")
+        rows = KeyedRows.of_splits(dataset, splits, columns, self._item, "last")
         return rows.without(self._reserved)
 
     @cached_property

@@ -130,6 +130,9 @@ def test_the_server_recommends_as_the_run(run: Path, model: Path, tmp_path: Path
         status, found = server.ask(rows)
         assert status == 200 and found["items"] == [row["items"] for row in expected]
         np.testing.assert_allclose(found["scores"], [row["scores"] for row in expected], rtol=1e-5)
+        stranger = {**asked[0], "user": "nobody"}
+        status, found = server.ask([stranger])
+        assert status == 200 and found["items"] == distembed.load(run).recommend([stranger], k=7)["items"].to_pylist()
         status, found = server.ask([rows[0], {**rows[1], "age": "old"}])
         assert status == 422 and [(each["row"], each["field"]) for each in found["rows"]] == [(1, "age")]
         assert server.end(signal.SIGINT) == 0
