@@ -1,7 +1,8 @@
 """Sequences with times: raw rows get the scores of prepared rows by a loaded run, a file, an exported program, HTTP."""
 
 import dataclasses
-import importlib.util
+import json
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -216,17 +217,28 @@ def test_a_dataset_without_the_record_of_its_time_is_refused(folder: Path) -> No
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("name", ["hstu", "sasrec"])
+def test_samples_that_are_made_up_are_raw_rows_too(folder: Path, tmp_path: Path, name: str) -> None:
+    """Without the dataset's rows, the sample has known items, and times in order."""
+    (folder / "sequences").rename(folder / "moved")
+    try:
+        model = exported(folder / name, tmp_path / "model")
+    finally:
+        (folder / "moved").rename(folder / "sequences")
+    runpy.run_path(str(model / "serving_example.py"), run_name="__main__")  # compares with sample.json
+    rows = json.loads((model / "sample.json").read_text())["rows"]
+    assert post(served(model), [row for row in rows if row["item"]]).status == 200
+
+
+@pytest.mark.thorough
 def test_the_script_of_the_folder_scores_raw_rows(folder: Path, model: Path) -> None:
-    spec = importlib.util.spec_from_file_location("serving_example", model / "serving_example.py")
-    assert spec is not None and spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    score = runpy.run_path(str(model / "serving_example.py"))["score"]
     rows = [{"item": row["item"], "at": row["at"]} for row in test_rows(folder)[:5]]
     rows[1]["item"][2] = "nobody knows it"
     with torch.inference_mode():
-        _, scores = script.score(rows)
+        _, scores = score(rows)
     np.testing.assert_allclose(scores, scores_of(distembed.load(folder / "hstu").predict(rows)), rtol=1e-6, atol=1e-6)
     for name, wrong in MALFORMED.items():
         if name != "no list":
             with pytest.raises(ValueError, match="row 0, column 'at'"):
-                script.score([{"item": ["i1", "i2"], "at": wrong}])
+                score([{"item": ["i1", "i2"], "at": wrong}])

@@ -36,6 +36,7 @@ from distembed.data.dataset.schema import (
     Schema,
 )
 from distembed.data.reader import Batch, BatchOrder, BatchReader
+from distembed.data.table.vocabulary import FIRST_ID
 from distembed.serving.export.recommenders import RecommendingModel
 from distembed.serving.export.score_program import ScoredModel
 from distembed.serving.export.two_towers import TowerModel
@@ -88,8 +89,11 @@ class SplitRows:
             yield from reader
 
 
-def made_up_batch(schema: Schema, num_rows: int, seed: int = 0) -> Batch:
-    """Returns a batch of random ids, in lists of at most 3, and random numbers that fit a schema, with labels of 0."""
+def made_up_batch(schema: Schema, num_rows: int, seed: int = 0, least_id: int = 0) -> Batch:
+    """Returns a batch of random ids, in lists of at most 3, and random numbers that fit a schema, with labels of 0.
+
+    Numbers in a list ascend, as times do. Ids are ``least_id`` or more, where a table has so many.
+    """
     generator = torch.Generator().manual_seed(seed)
     ids, lengths = [], []
     for feature in schema.categorical:
@@ -100,13 +104,14 @@ def made_up_batch(schema: Schema, num_rows: int, seed: int = 0) -> Batch:
             else torch.ones(num_rows, dtype=torch.int64)
         )
         lengths.append(row_lengths)
-        ids.append(torch.randint(0, feature.num_embeddings, (int(row_lengths.sum()),), generator=generator))
+        least = min(least_id, feature.num_embeddings - 1)
+        ids.append(torch.randint(least, feature.num_embeddings, (int(row_lengths.sum()),), generator=generator))
     features = KeyedJaggedTensor(list(schema.categorical_names), torch.cat(ids), lengths=torch.cat(lengths))
     dense = torch.rand(num_rows, len(schema.dense), generator=generator)
     fields: dict[str, Tensor | KeyedJaggedTensor] = {DENSE_FEATURES: dense, SPARSE_FEATURES: features}
     if schema.dense_sequences:
         beside = torch.cat([features[schema.lists_beside(name)[0]].lengths() for name in schema.dense_sequences])
-        numbers = torch.rand(int(beside.sum()), generator=generator)
+        numbers = torch.rand(int(beside.sum()), generator=generator).sort().values
         fields[DENSE_SEQUENCES] = KeyedJaggedTensor(list(schema.dense_sequences), numbers, lengths=beside)
     targets = (field for field in schema.fields if field.name in (LABELS, WEIGHTS))
     fields |= {field.name: torch.zeros(field.shape(num_rows)) for field in targets}
@@ -221,7 +226,8 @@ class RecommendedCheck(ParityCheck[RecommendingModel | TowerModel]):
     def sample(self, rows: SplitRows | None, num_rows: int) -> Batch:
         # as a server gets rows: whole sequences without targets, or the users of the split with the items they have
         if rows is None:
-            drawn = made_up_batch(self.whole.blueprint.schema, num_rows)
+            # raw rows have no reserved ids: unknown items are left out of a history
+            drawn = made_up_batch(self.whole.blueprint.schema, num_rows, least_id=FIRST_ID)
             return self.whole.task.prediction_batch(drawn)
         task_batches = _queries(self.whole.on_dataset(rows.dataset).task, rows.split, num_rows)
         if task_batches is not None:
