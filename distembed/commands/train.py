@@ -1,8 +1,8 @@
-"""The commands ``distembed train``, ``evaluate``, ``materialise`` and ``convert``: runs and their tables."""
+"""The commands ``train``, ``evaluate``, ``materialise``, ``convert`` and ``compress``: runs and their tables."""
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -167,3 +167,68 @@ def convert_command(
     say(f"run {output}")
     if not (source / "run.json").exists():
         note("optimizer states of a stock checkpoint are left out: the first steps are as large as at a start.")
+
+
+@app.command(
+    "compress",
+    epilog="Example: `distembed compress runs/full runs/codes --budget 100kB`; "
+    "by quality: `distembed compress runs/full runs/codes --max-loss 0.001`",
+)
+def compress_command(
+    run: RunFolderArgument,
+    output: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write, a run of no steps.")],
+    to: Annotated[str, typer.Option("--to", metavar="[codes]", help="What the tables become.")] = "codes",
+    budget: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Most bytes of all tables with their codes, such as 1MB.")
+    ] = None,
+    bits_per_id: Annotated[
+        int | None, typer.Option("--bits-per-id", metavar="N", help="Bits of an id's codes: 6 for 64 vectors a table.")
+    ] = None,
+    max_loss: Annotated[
+        float | None,
+        typer.Option(
+            "--max-loss", metavar="LOSS", help="Most that the headline metric loses on the validation split: 0.001."
+        ),
+    ] = None,
+    scheme: Annotated[
+        str,
+        typer.Option(
+            metavar="[auto|one|product|residual]",
+            help="One vector an id, a vector for each part of it, or sums; auto chooses for each table.",
+        ),
+    ] = "auto",
+    min_count: Annotated[
+        int, typer.Option("--min-count", help="Ids that occur less often in training share their codes.")
+    ] = 6,
+    seed: Annotated[int, typer.Option(help="Seed of the first centroids of k-means.")] = 0,
+    data: DataOption = None,
+    checkpoint: CheckpointOption = None,
+    overwrite: Annotated[bool, typer.Option(help="Replace OUT if it is a run.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Store a trained run's tables as codes of a few vectors, without training: a run that serves in less memory."""
+    from distembed.base.names import one_of
+    from distembed.base.units import format_bytes, parse_bytes
+    from distembed.training.trained_run import find_trained_run
+
+    one_of("--to", to, ("codes",))
+    budget_bytes = None if budget is None else parse_bytes("--budget", budget)
+    from distembed.serving.convert.code_run import CodeOptions, compress_to_codes
+
+    kinds: Any = {"scheme": scheme}  # CodeOptions checks it
+    options = CodeOptions(
+        budget_bytes, bits_per_id, max_loss, min_count=min_count, seed=seed, overwrite=overwrite, **kinds
+    )
+    trained = find_trained_run(run, data, checkpoint=checkpoint)
+    coded = compress_to_codes(trained, output, options, note)
+    if as_json:
+        print(json.dumps(coded.to_json(), indent=2))
+        return
+    from distembed.serving.convert.run_start import error_table
+
+    console.print(error_table(coded.errors))
+    say(f"tables: {format_bytes(coded.table_bytes)} with codes, {coded.compression:.1f}x less than full ones")
+    if coded.metric is not None:
+        name, before, after = coded.metric
+        say(f"validation: {name} {after:.6f}, before {before:.6f}")
+    say(f"run {output}")

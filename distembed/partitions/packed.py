@@ -52,7 +52,7 @@ class PackedRows:
         bits = int(rows.max()).bit_length()
         if bits > _WORD_BITS:
             return cls(torch.from_numpy(rows[:num_codes].astype(np.int64)), 64, num_codes)
-        num_words = max(2, -(-num_codes * bits // _WORD_BITS) + 1)  # a code's second word exists, even without bits
+        num_words = _num_words(num_codes, bits)
         words = np.zeros(num_words, np.uint32)
         for start in range(0, num_codes, _CODES_AT_ONCE):
             packed = _pack(rows[start : min(start + _CODES_AT_ONCE, num_codes)], bits)
@@ -91,6 +91,15 @@ class PackedRows:
             stop = min(start + _CODES_AT_ONCE, num_ids)
             rows[start:stop] = self.take(torch.arange(start, stop))
         return rows
+
+
+def packed_bytes(num_codes: int, num_rows: int) -> int:
+    """Returns the bytes of so many codes of rows below ``num_rows``, at most 2^32."""
+    return 4 * _num_words(num_codes, (num_rows - 1).bit_length())
+
+
+def _num_words(num_codes: int, bits: int) -> int:
+    return max(2, -(-num_codes * bits // _WORD_BITS) + 1)  # a code's second word exists, even without bits
 
 
 def _pack(codes: NDArray[Any], bits: int) -> NDArray[np.uint32]:

@@ -157,12 +157,45 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
     """
     is_run = path is not None and path.name == "config.yaml" and (path.parent / "run.json").exists()
     values = _read_extended(path, path.parent if is_run else None) if path is not None else {}
+    if path is not None and is_run:
+        _find_assignments(values, path.parent)
     if sum(map(len, overrides)) > MAX_BYTES:
         raise UserError(f"the overrides have more than {MAX_BYTES:,} characters; write such settings into a file.")
     for override in overrides:
         _apply(values, override)
     values = with_absolute_files(values, Path.cwd())
     return validate(values, str(path) if path is not None else "the overrides")
+
+
+def run_file(run: Path, path: str) -> str:
+    """Returns the absolute path of a file that a run's folder holds under a relative path; else the path as it is."""
+    return path if Path(path).is_absolute() or not (run / path).is_file() else str((run / path).absolute())
+
+
+def relative_path(path: str, run: Path) -> str:
+    """Returns the path of a file from its run's folder; the path as it is for a file elsewhere."""
+    absolute, folder = Path(path).absolute(), run.absolute()
+    return str(absolute.relative_to(folder)) if absolute.is_relative_to(folder) else path
+
+
+def relative_to_run(config: Config, run: Path) -> Config:
+    """Returns the config with the assignments that a run's folder holds relative to it, so that it may be moved."""
+    tables = {
+        name: table
+        if table.assignments is None
+        else dataclasses.replace(table, assignments=relative_path(table.assignments, run))
+        for name, table in config.embedding.tables.items()
+    }
+    return dataclasses.replace(config, embedding=dataclasses.replace(config.embedding, tables=tables))
+
+
+def _find_assignments(values: Mapping[str, Any], run: Path) -> None:
+    """Makes the paths absolute of assignments that a run's folder holds, in the nested values of its config."""
+    embedding = values.get("embedding")
+    tables = embedding.get("tables") if isinstance(embedding, dict) else None
+    for table in tables.values() if isinstance(tables, dict) else ():
+        if isinstance(table, dict) and isinstance(table.get("assignments"), str):
+            table["assignments"] = run_file(run, table["assignments"])
 
 
 def with_absolute_paths(config: Config) -> Config:

@@ -20,7 +20,7 @@ from distembed.data.dataset.schema import Schema
 from distembed.embedding import assignment_checksums
 from distembed.planning.saved_plan import SavedPlan, read_saved_plan
 from distembed.tasks import MultiConfig, batch_schema
-from distembed.training.config import Config, load_config
+from distembed.training.config import Config, load_config, run_file
 from distembed.training.run_folder.record import read_json_object
 
 _MAY_CHANGE = {
@@ -61,7 +61,7 @@ def load_run_config(run: Path) -> Config:
     config = load_config(run / "config.yaml")
     if config.data.path is None:
         raise UserError(f"{run / 'config.yaml'} names no dataset; the run folder is damaged.")
-    trained_on = _recorded(run, "assignments")
+    trained_on = {run_file(run, path): checksum for path, checksum in _recorded(run, "assignments").items()}
     for path, checksum in assignment_checksums(config.embedding).items():
         if trained_on.get(path) != checksum:
             raise UserError(

@@ -7,7 +7,7 @@ Both models have the same modules at the same paths, with a compositional collec
     over.0.weight                    ---->   over.0.weight                                            copied
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ def from_stock(
     stock: Mapping[str, Tensor] | Path | str,
     counts: Mapping[str, Tensor] | None = None,
     names: Mapping[str, str] | None = None,
+    kept: Mapping[str, Callable[[], Sequence[Tensor]]] | None = None,
 ) -> list[FitError]:
     """Fills a compositional model from the weights of a stock one; its tables are fitted, all else is copied.
 
@@ -44,6 +45,8 @@ def from_stock(
         counts: How often each id occurs, by the name of the table; all ids of other tables have equal weights.
         names: Names of modules and tensors in the stock model, by their names in this model with full tables,
             for example ``{"sparse": "embeddings.ebc"}``: a name, or the beginning of one up to a dot.
+        kept: Functions that return the weights of tables' partitions, by the name of the table: these tables are not
+            fitted.
 
     Returns:
         How far each compositional table is from the full one, in the order of the model's tables.
@@ -61,8 +64,10 @@ def from_stock(
             raise UserError(
                 f"counts names table {name!r}, which is no compositional table of the model.{_hint(name, table_names)}"
             )
+    kept = kept or {}
     for _, table in tables.values():
-        require_fit(table)
+        if table.name not in kept:
+            require_fit(table)
     live = {name: value for name, value in model.state_dict().items() if name not in _weights_of_tables(collections)}
     stock_names = _stock_names([*tables, *live], source, names or {}, has_more=source is not stock)
     differing = [
@@ -76,10 +81,14 @@ def from_stock(
         value.copy_(source[stock_names[name]])
     errors = []
     for name, (path, table) in tables.items():
-        fitted = fit_table(table, source[stock_names[name]], (counts or {}).get(table.name))
-        for weight, values in zip(_live_weights(collections[path], table), fitted.weights, strict=True):
+        if table.name in kept:
+            weights, error = kept[table.name](), FitError.of_kept(table)
+        else:
+            fitted = fit_table(table, source[stock_names[name]], (counts or {}).get(table.name))
+            weights, error = fitted.weights, fitted.error
+        for weight, values in zip(_live_weights(collections[path], table), weights, strict=True):
             weight.copy_(values)
-        errors.append(fitted.error)
+        errors.append(error)
     return errors
 
 

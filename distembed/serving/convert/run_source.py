@@ -1,6 +1,6 @@
 """A run of distembed read as a stock model: full tables by TorchRec's names, and the states of its optimizers."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -20,6 +20,7 @@ from distembed.training.config import Config
 from distembed.training.resume import find_checkpoint
 
 _MODEL = "model."
+_TRAINING = "train"
 _PREFIX = f"{_MODEL}model."
 """Beginning of the names of a model's weights in a checkpoint, where the model is a module of its task's."""
 
@@ -28,11 +29,11 @@ class RunAsStock(Mapping[str, Tensor]):
     """The weights of the stock model with full tables that gives the outputs of a run's model.
 
     Full tables are read, or composed, when they are asked for. ``checkpoint`` is the path of the run's checkpoint, on
-    this machine.
+    this machine: its best or newest, or the ``choice`` among them.
     """
 
-    def __init__(self, run_dir: Path, config: Config, blueprint: Blueprint) -> None:
-        self.checkpoint = find_checkpoint(run_dir, config)
+    def __init__(self, run_dir: Path, config: Config, blueprint: Blueprint, choice: str | None = None) -> None:
+        self.checkpoint = find_checkpoint(run_dir, config, choice)
         if "://" in self.checkpoint:
             raise UserError(f"the checkpoint {self.checkpoint} is not on this machine; copy the run here first.")
         self._saved = StockCheckpoint(self.checkpoint)
@@ -59,6 +60,12 @@ class RunAsStock(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._names)
 
+    def partition_weights(self, name: str) -> Callable[[], list[Tensor]] | None:
+        """Returns a function that reads the partitions of a full weight's table; None for a table of TorchRec's own."""
+        if name not in self._composed:
+            return None
+        return lambda: [self._saved[weight] for weight in self._composed[name][1]]
+
     def optimizer_state(self, name: str, state: str) -> Tensor | None:
         """Returns the optimizer state of a stock weight, in the order of ids for a table.
 
@@ -82,9 +89,12 @@ class RunAsStock(Mapping[str, Tensor]):
 def id_occurrences(dataset: str, manifest: Manifest, tables: list[CompositionalEmbeddingConfig]) -> dict[str, Tensor]:
     """Returns how often each id occurs in training, by table name, from the counts in a dataset's vocabularies.
 
-    The vocabularies do not count missing and unknown values; their ids get the largest count. Tables that hash their
-    ids, or have another number of ids than the vocabulary, are left out.
+    The vocabularies do not count missing and unknown values: of a feature with one value a row, each of the two ids
+    gets the number of training rows without a counted value; else, or where there is none, the largest count. Tables
+    that hash their ids, or have another number of ids than the vocabulary, are left out.
     """
+    single = {feature.name for feature in manifest.schema.categorical if not feature.multi_hot}
+    num_rows = manifest.splits[_TRAINING].num_rows if _TRAINING in manifest.splits else 0
     occurrences = {}
     for table in tables:
         vocabulary = manifest.vocabularies.get(table.feature_names[0])
@@ -92,7 +102,9 @@ def id_occurrences(dataset: str, manifest: Manifest, tables: list[CompositionalE
             continue
         file = manifest.require_unchanged(dataset, vocabulary.file)
         counted = torch.from_numpy(pq.read_table(file, columns=["count"])["count"].to_numpy().copy())
-        reserved = counted.new_full((FIRST_ID,), int(counted.max()) if len(counted) else 1)
+        rest = num_rows - int(counted.sum()) if table.feature_names[0] in single else 0
+        largest = int(counted.max()) if len(counted) else 1
+        reserved = counted.new_full((FIRST_ID,), rest if rest > 0 else largest)
         counts = torch.cat([reserved, counted])
         if len(counts) == table.num_embeddings:
             occurrences[table.name] = counts

@@ -8,8 +8,9 @@ undo the fit.
 
 import dataclasses
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.table import Table
@@ -37,7 +38,7 @@ from distembed.serving.convert.run_source import RunAsStock, id_occurrences
 from distembed.serving.convert.tables import FitError, carried_sums
 from distembed.tasks.seen_items import decided_task
 from distembed.training.build import Blueprint
-from distembed.training.config import Config, load_config
+from distembed.training.config import Config, load_config, relative_path, relative_to_run
 from distembed.training.pipeline import TaskModel
 from distembed.training.run import run_info
 from distembed.training.run_folder.folder import RunFolder, holds_run, require_new_or_resume
@@ -67,6 +68,7 @@ def convert(
             match, or a table cannot be fitted.
         RunError: The checkpoint cannot be written.
     """
+    require_new_or_resume(output, resume=False)
     renamed = dict(_pair(text) for text in names)
     if not holds_run(source):
         if config_file is None:
@@ -76,7 +78,7 @@ def convert(
             )
         config = load_config(config_file, list(overrides))
         dataset = config.data.require_path()
-        return _convert(source, config, dataset, Manifest.load(dataset), output, renamed)
+        return write_converted(source, config, dataset, Manifest.load(dataset), output, renamed)
     if renamed:
         raise UserError("--name is for checkpoints of stock models; a run's modules have the same names.")
     run = find_trained_run(source, None)
@@ -85,7 +87,7 @@ def convert(
     # the parts that the run keeps of its dataset are enough, but the output is easier to use with the dataset itself
     dataset, manifest = (path, Manifest.load(path)) if Path(path).exists() else (run.dataset, run.manifest)
     blueprint = Blueprint.for_ranks(run.config, run.manifest.schema, Ranks(0, 1, 1, torch.device("cpu")), {})
-    return _convert(RunAsStock(source, run.config, blueprint), config, dataset, manifest, output, {})
+    return write_converted(RunAsStock(source, run.config, blueprint), config, dataset, manifest, output, {})
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -112,19 +114,28 @@ def error_table(errors: Sequence[FitError]) -> Table:
     return table
 
 
-def _convert(
+def write_converted(
     source: RunAsStock | Path,
     config: Config,
     dataset: str,
     manifest: Manifest,
     output: Path,
     names: Mapping[str, str],
+    kept: Collection[str] = (),
+    facts: Mapping[str, Any] | None = None,
 ) -> list[FitError]:
-    """Fits the model of a config to a run or a stock checkpoint, and writes it as a run of no steps to ``output``.
+    """Fits the model of a config to a run or a stock checkpoint, and writes it as a run of no steps.
 
-    ``names`` are renamed modules of a stock checkpoint. Refuses a folder that holds a run already.
+    Args:
+        source: The run, or the checkpoint.
+        config: The config of the new run; assignments within the new run's folder are recorded relative to it.
+        dataset: The folder of the dataset.
+        manifest: Its manifest.
+        output: The folder of the new run, which holds no run.
+        names: Renamed modules of a stock checkpoint.
+        kept: Names of tables whose partitions are the converted run's, and are copied.
+        facts: More values for ``run.json``.
     """
-    require_new_or_resume(output, resume=False)
     task, seen_items = decided_task(config.task, dataset, manifest, config.data.train)
     config = dataclasses.replace(
         config,
@@ -137,11 +148,13 @@ def _convert(
     model = _on_cpu(blueprint.build_unsharded())
     tables = [table for _, table in full_table_names(embedding_modules(model)).values()]
     counts = id_occurrences(dataset, manifest, tables)
-    errors = from_stock(model, source, counts, names)
+    errors = from_stock(model, source, counts, names, _kept_weights(model, source, kept))
     states = _optimizer_states(model, config, source)
     info = run_info(config, RunStart(config, output, manifest, {}, uuid.uuid4().hex, seen_items=seen_items))
-    info |= {"world_size": 1, "device": "cpu", "precision": blueprint.precision}
-    with RunFolder(output).open(config.to_yaml(), info, 0) as folder:
+    info |= {"world_size": 1, "device": "cpu", "precision": blueprint.precision, **(facts or {})}
+    in_run = relative_to_run(config, output)
+    info["assignments"] = {relative_path(path, output): checksum for path, checksum in info["assignments"].items()}
+    with RunFolder(output).open(in_run.to_yaml(), info, 0) as folder:
         keep_dataset(output, dataset, manifest)
         steps = SavedCheckpoint.read(source.checkpoint).optimizer_steps if isinstance(source, RunAsStock) else 0
         task_model = TaskModel(model, blueprint.task, 1, ranks.device, blueprint.bf16)
@@ -149,6 +162,17 @@ def _convert(
         write_json(output / _FIT_FILE, [error.to_json() for error in errors])
         folder.end("finished", facts={"steps": 0})
     return errors
+
+
+def _kept_weights(
+    model: nn.Module, source: RunAsStock | Path, names: Collection[str]
+) -> dict[str, Callable[[], Sequence[Tensor]]]:
+    """Returns a function that reads the partitions of each of some tables from a run, by the table's name."""
+    if not isinstance(source, RunAsStock):
+        return {}
+    tables = full_table_names(embedding_modules(model)).items()
+    weights = {table.name: source.partition_weights(full_name) for full_name, (_, table) in tables}
+    return {name: read for name, read in weights.items() if name in names and read is not None}
 
 
 def _on_cpu(model: Model) -> Model:

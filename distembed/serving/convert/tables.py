@@ -63,6 +63,11 @@ class FitError:
     worst_id: int
     worst_distance: float
 
+    @classmethod
+    def of_kept(cls, table: CompositionalEmbeddingConfig) -> FitError:
+        """Returns the error of a table whose weights stay as they are."""
+        return cls(table.name, table.num_embeddings, table.full_bytes, table.memory_bytes, 0.0, 0, 0.0)
+
     def to_json(self) -> dict[str, Any]:
         """Returns the fields as plain values."""
         return asdict(self)
@@ -99,7 +104,7 @@ def fit_table(
     """
     require_fit(table)
     _require_full(table, vectors)
-    full = _WeightedVectors(table.scheme, vectors, _id_weights(table, counts))
+    full = _WeightedVectors(table.scheme, vectors, id_weights(table, counts))
     initial = [part.init(torch.empty(part.num_rows, part.dim)) for part in table.partition_tables()]
     fit = _FITS[table.combine.name] if len(initial) > 1 else _fit_single
     weights = [weight.to(table.dtype) for weight in fit(table, full, initial)]
@@ -157,7 +162,7 @@ def _require_full(table: CompositionalEmbeddingConfig, vectors: Tensor) -> None:
         raise UserError(f"table {table.name!r}: the full table holds numbers that are not finite; it cannot be fitted.")
 
 
-def _id_weights(table: CompositionalEmbeddingConfig, counts: Tensor | None) -> Float[Tensor, " ids"]:
+def id_weights(table: CompositionalEmbeddingConfig, counts: Tensor | None) -> Float[Tensor, " ids"]:
     """Returns a positive weight of each id: its count, :data:`_UNSEEN_WEIGHT` for a count of 0, or 1 without counts.
 
     Raises a :class:`UserError` unless there is a finite count of 0 or more for each id.

@@ -1,0 +1,176 @@
+"""Weighted k-means: few centroids near many points (Lloyd, "Least squares quantization in PCM", 1982).
+
+It lowers the distortion ``sum over points x of w_x |x - c(x)|^2`` by two steps in turn, neither of which can raise it::
+
+    assign   each point to its nearest centroid
+    move     each centroid to the weighted mean of its points; one without points to the point that adds most
+
+The first centroids are drawn one after another, a point with a probability in proportion to its weight times its
+squared distance to the centroids before (k-means++, Arthur and Vassilvitskii, SODA 2007).
+
+Of more than :data:`MOST_POINTS` points, a sample is clustered, drawn in proportion to the weights, and all points take
+part in one last turn. Own code, as scikit-learn's ``KMeans`` is no dependency of the product, runs on no GPU, and takes
+its random numbers from a state that changes between versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from distembed.partitions.base import require_positive
+
+MOST_POINTS = 1 << 16
+_DISTANCES_AT_ONCE = 1 << 22
+_LEAST_GAIN = 1e-4
+
+
+@dataclass(frozen=True)
+class Clusters:
+    """Points in clusters.
+
+    Attributes:
+        centroids: The vector of each cluster; k of them, or fewer where there are fewer distinct points.
+        codes: The cluster of each point, whose centroid is nearest.
+        distortion: The sum over points of weight times squared distance to the centroid.
+    """
+
+    centroids: Float[Tensor, "k dim"]
+    codes: Int64[Tensor, " points"]
+    distortion: float
+
+
+def k_means(
+    points: Float[Tensor, "points dim"],
+    weights: Float[Tensor, " points"],
+    num_clusters: int,
+    seed: int = 0,
+    most_turns: int = 25,
+) -> Clusters:
+    """Clusters points; equal arguments give equal clusters.
+
+    Args:
+        points: The points, at least one, in float32 or float64, on any device.
+        weights: A positive weight of each point.
+        num_clusters: The most clusters, k. With as many as there are distinct points, the distortion is 0.
+        seed: The seed of the first centroids.
+        most_turns: The most turns after the first assignment; fewer are taken once one gains less than a
+            ten-thousandth.
+
+    Raises:
+        UserError: ``num_clusters`` is below 1.
+    """
+    require_positive("num_clusters", num_clusters, "It is the number of centroids.")
+    generator = torch.Generator().manual_seed(seed)
+    weights = weights.double()
+    if len(points) <= MOST_POINTS:
+        centroids, is_exact = _first_centroids(points, weights, num_clusters, generator)
+        return _improved(points, weights, centroids, 0 if is_exact else most_turns)
+    drawn = _draw(weights, MOST_POINTS, generator)
+    sampled, counts = drawn.unique(return_counts=True)
+    sample, counts = points[sampled], counts.double()
+    centroids, _ = _first_centroids(sample, counts, num_clusters, generator)
+    return _improved(points, weights, _improved(sample, counts, centroids, most_turns).centroids, 1)
+
+
+def assign(
+    points: Float[Tensor, "points dim"], centroids: Float[Tensor, "k dim"]
+) -> tuple[Int64[Tensor, " points"], Float[Tensor, " points"]]:
+    """Returns the nearest centroid of each point, the first of equally near ones, and the squared distance to it."""
+    codes = torch.empty(len(points), dtype=torch.int64, device=points.device)
+    squares = torch.empty(len(points), dtype=torch.float64, device=points.device)
+    for rows, chunk in _chunks(points, len(centroids)):
+        # |x - c|^2 = |x|^2 - 2 x c + |c|^2, of which |x|^2 does not decide; the distance itself is computed exactly
+        scores = torch.addmm(centroids.square().sum(1), chunk, centroids.T, alpha=-2.0)
+        codes[rows] = scores.argmin(1)
+        squares[rows] = (chunk - centroids[codes[rows]]).square().sum(1)
+    return codes, squares
+
+
+def _improved(
+    points: Float[Tensor, "points dim"],
+    weights: Float[Tensor, " points"],
+    centroids: Float[Tensor, "k dim"],
+    most_turns: int,
+) -> Clusters:
+    """Returns the clusters after at most so many turns from the given centroids."""
+    codes, squares = assign(points, centroids)
+    distortion = float(weights @ squares)
+    for _ in range(most_turns):
+        moved = _moved(points, weights, centroids, codes, weights * squares)
+        new_codes, new_squares = assign(points, moved)
+        gained = distortion - float(weights @ new_squares)
+        if gained <= 0:  # a minimum, up to rounding
+            break
+        centroids, codes, squares, distortion = moved, new_codes, new_squares, distortion - gained
+        if gained <= _LEAST_GAIN * distortion:
+            break
+    return Clusters(centroids, codes, distortion)
+
+
+def _moved(
+    points: Float[Tensor, "points dim"],
+    weights: Float[Tensor, " points"],
+    centroids: Float[Tensor, "k dim"],
+    codes: Int64[Tensor, " points"],
+    errors: Float[Tensor, " points"],
+) -> Float[Tensor, "k dim"]:
+    """Returns the mean of each cluster's points; clusters without points take the points of the largest errors."""
+    totals = torch.zeros(len(centroids), 1, dtype=torch.float64, device=points.device)
+    sums = torch.zeros_like(centroids)
+    for rows, chunk in _chunks(points, len(centroids)):
+        weighted = torch.cat([chunk * weights[rows].unsqueeze(1), weights[rows].unsqueeze(1)], dim=1)
+        added = _sum_by_code(weighted, codes[rows], len(centroids))
+        sums, totals = sums + added[:, :-1], totals + added[:, -1:]
+    moved = torch.where(totals > 0, sums / totals, centroids)
+    empty = (totals.squeeze(1) == 0).nonzero().squeeze(1)
+    if len(empty):
+        worst = errors.topk(min(len(empty), len(points))).indices
+        moved[empty[: len(worst)]] = points[worst].double()
+    return moved
+
+
+def _sum_by_code(
+    values: Float[Tensor, "points columns"], codes: Int64[Tensor, " points"], k: int
+) -> Float[Tensor, "k columns"]:
+    """Returns the sum of the values of each code, in an order that does not change: CUDA's ``index_add_`` has none."""
+    if values.is_cuda:
+        return torch.nn.functional.one_hot(codes, k).double().T @ values
+    return values.new_zeros(k, values.shape[1]).index_add_(0, codes, values)
+
+
+def _first_centroids(
+    points: Float[Tensor, "points dim"], weights: Float[Tensor, " points"], k: int, generator: torch.Generator
+) -> tuple[Float[Tensor, "k dim"], bool]:
+    """Returns up to k distinct points drawn by k-means++, and whether each point equals one of them."""
+    chosen: list[Tensor] = []
+    squares = torch.ones(len(points), dtype=torch.float64, device=points.device)
+    while len(chosen) < min(k, len(points)):
+        centroid = points[int(_draw(weights * squares, 1, generator))].double()
+        for rows, chunk in _chunks(points, 1):
+            distances = (chunk - centroid).square().sum(1)
+            squares[rows] = torch.minimum(squares[rows], distances) if chosen else distances
+        chosen.append(centroid)
+        if not bool(squares.any()):
+            break
+    return torch.stack(chosen), not bool(squares.any())
+
+
+def _draw(weights: Float[Tensor, " points"], count: int, generator: torch.Generator) -> Int64[Tensor, " count"]:
+    """Returns places drawn in proportion to weights; ``torch.multinomial`` takes no more than 2^24 of them."""
+    ends = weights.cpu().cumsum(0)
+    drawn = torch.rand(count, dtype=torch.float64, generator=generator) * ends[-1]
+    places = torch.searchsorted(ends, drawn, right=True).clamp(max=int(weights.cpu().nonzero()[-1]))
+    return places.to(weights.device)
+
+
+def _chunks(points: Float[Tensor, "points dim"], k: int) -> Iterator[tuple[slice, Float[Tensor, "chunk dim"]]]:
+    """Yields pieces of the points in float64 with their places, few enough for their distances to k centroids."""
+    size = max(1, _DISTANCES_AT_ONCE // max(k, points.shape[1]))
+    for start in range(0, len(points), size):
+        rows = slice(start, min(start + size, len(points)))
+        yield rows, points[rows].double()

@@ -1,0 +1,202 @@
+"""``distembed compress``: runs of codes hold to their size, and are used as any run is."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from distembed.base.errors import UserError
+from distembed.serving.convert import StockCheckpoint, code_run
+from distembed.serving.convert.code_run import CodedRun, CodeOptions, compress_to_codes
+from distembed.serving.model_folder.reading import read_manifest
+from distembed.training.trained_run import find_trained_run
+from tests.criteo_runs import criteo_run
+from tests.small_runs import call, train_small, write_dataset
+
+NAIVE = "embedding.default.partition=naive"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with quotient-remainder tables; its dataset has no vocabularies."""
+    folder = tmp_path_factory.mktemp("compress")
+    return train_small(folder, write_dataset(folder / "dataset"), 3)
+
+
+@pytest.fixture(scope="module")
+def full_run(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with full tables, whose vectors differ."""
+    folder = tmp_path_factory.mktemp("full")
+    return train_small(folder, run.parent / "dataset", 31, NAIVE)
+
+
+def compressed(run: Path, output: Path, **options: Any) -> CodedRun:
+    return compress_to_codes(find_trained_run(run, None), output, CodeOptions(**options))
+
+
+def saved(run: Path) -> StockCheckpoint:
+    return StockCheckpoint(max((run / "checkpoints").glob("step-*")))
+
+
+def metrics(run: Path, split: str = "test") -> dict[str, float]:
+    found = json.loads(call("evaluate", run, "--split", split, "--json"))
+    return {name: found[name] for name in ("auc", "logloss")}
+
+
+def predictions(run: Path, file: Path) -> np.ndarray:
+    call("predict", run, "--output", file)
+    return pq.read_table(file)["prediction"].to_numpy()
+
+
+@pytest.mark.thorough
+def test_as_many_codes_as_vectors_predict_the_same_to_the_bit(run: Path, tmp_path: Path) -> None:
+    call("train", run.parent / "config.yaml", "train.max_steps=2", "embedding.default.partition=remainder",
+         "embedding.default.collisions=100", "--run-dir", tmp_path / "hashed")  # fmt: skip
+    call("convert", tmp_path / "hashed", NAIVE, "--output", tmp_path / "full")
+    coded = compressed(tmp_path / "full", tmp_path / "codes", bits_per_id=4, scheme="one")
+    assert set(coded.shapes) == {"C2", "C3", "M"} and all(error.variance_left == 0.0 for error in coded.errors)
+    expected = predictions(tmp_path / "full", tmp_path / "full.parquet")
+    assert (predictions(tmp_path / "codes", tmp_path / "codes.parquet") == expected).all()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("budget", [4000, 12_000])
+def test_a_budget_holds_in_the_bytes_that_are_exported(full_run: Path, tmp_path: Path, budget: int) -> None:
+    coded = compressed(full_run, tmp_path / "codes", budget_bytes=budget)
+    assert coded.table_bytes <= budget
+    call("export", tmp_path / "codes", "--output", tmp_path / "model", "--materialise", "never")
+    manifest = read_manifest(tmp_path / "model")
+    assert sum(table.bytes for table in manifest.tables) == coded.table_bytes
+    program = torch.export.load(tmp_path / "model" / "network.pt2")
+    codes = sum(own.nbytes for own in program.constants.values() if own.dtype == torch.int32)
+    books = sum(own.nbytes for name, own in program.state_dict.items() if ".embeddings.groups." in name)
+    assert codes > 0 and codes + books == coded.table_bytes
+    assert manifest.parity.largest_difference < 1e-5
+    described = json.loads(call("describe", tmp_path / "codes" / "config.yaml", "--json"))
+    assert described["embedding_bytes"] == coded.table_bytes
+    record = json.loads((tmp_path / "codes" / "run.json").read_text())
+    assert record["embedding_bytes"] == coded.table_bytes and record["name"] == "codes"
+
+
+@pytest.mark.thorough
+def test_more_bytes_are_nearer_and_a_budget_too_small_names_the_smallest(full_run: Path, tmp_path: Path) -> None:
+    left = []
+    for budget in (3000, 9000, 20_000):
+        errors = compressed(full_run, tmp_path / str(budget), budget_bytes=budget).errors
+        left.append(sum(error.variance_left for error in errors))
+    assert left[0] > left[1] > left[2]
+    with pytest.raises(UserError, match="smallest codes of all tables take ") as failure:
+        compressed(full_run, tmp_path / "no", budget_bytes=10)
+    smallest = int(str(failure.value).split("take ")[1].split(" ")[0].replace(",", ""))
+    assert compressed(full_run, tmp_path / "least", budget_bytes=smallest).table_bytes <= smallest
+    assert not (tmp_path / "no").exists() and not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("scheme", ["one", "product", "residual"])
+def test_a_compositional_run_is_coded_and_smaller_tables_stay(run: Path, tmp_path: Path, scheme: str) -> None:
+    coded = compressed(run, tmp_path / "codes", bits_per_id=6, scheme=scheme)
+    assert "C3" in coded.shapes and "C1" not in coded.shapes
+    before, after = saved(run), saved(tmp_path / "codes")
+    for name in (name for name in before if "C1__p" in name and name.startswith("model.")):
+        assert after[name].equal(before[name])
+    assert metrics(tmp_path / "codes")["logloss"] == pytest.approx(metrics(run)["logloss"], abs=0.1)
+
+
+@pytest.mark.thorough
+def test_equal_seeds_give_equal_runs_and_a_run_of_codes_may_move(full_run: Path, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        compressed(full_run, tmp_path / name, bits_per_id=6, seed=3)
+    for name in saved(tmp_path / "one"):
+        assert saved(tmp_path / "one")[name].equal(saved(tmp_path / "two")[name]), name
+    codes = (tmp_path / name / "codes" / "C3.parquet" for name in ("one", "two"))
+    first, second = (pq.read_table(file) for file in codes)
+    assert first.equals(second)
+    expected = metrics(tmp_path / "one")
+    (tmp_path / "elsewhere").mkdir()
+    shutil.move(tmp_path / "one", tmp_path / "elsewhere" / "one")
+    assert metrics(tmp_path / "elsewhere" / "one") == expected
+    (tmp_path / "elsewhere" / "one" / "codes" / "C3.parquet").write_bytes(b"other")
+    with pytest.raises(UserError, match=r"C3.parquet, which says which rows"):
+        metrics(tmp_path / "elsewhere" / "one")
+
+
+@pytest.mark.thorough
+def test_training_goes_on_from_codes(full_run: Path, tmp_path: Path) -> None:
+    compressed(full_run, tmp_path / "codes", bits_per_id=5)
+    config = tmp_path / "codes" / "config.yaml"
+    call("train", config, "train.max_steps=2", "--init-from", tmp_path / "codes", "--run-dir", tmp_path / "more")
+    assert np.isfinite(metrics(tmp_path / "more")["logloss"])
+
+
+@pytest.mark.thorough
+def test_the_smallest_codes_within_a_loss_are_found(full_run: Path, tmp_path: Path) -> None:
+    loose = compressed(full_run, tmp_path / "loose", max_loss=0.03)
+    assert loose.metric is not None
+    name, before, after = loose.metric
+    assert name == "auc" and before == pytest.approx(metrics(full_run, "validation")["auc"])
+    assert after == pytest.approx(metrics(tmp_path / "loose", "validation")["auc"]) and before - after <= 0.03
+    tight = compressed(full_run, tmp_path / "tight", max_loss=0.001)
+    assert tight.table_bytes >= loose.table_bytes and not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.thorough
+def test_rare_and_never_seen_values_share_their_codes(tmp_path: Path) -> None:
+    run = criteo_run(tmp_path)
+    compressed(run, tmp_path / "codes", bits_per_id=3, min_count=6)
+    counts = pq.read_table(tmp_path / "dataset" / "vocabulary" / "C3.parquet")["count"].to_numpy()
+    codes = pq.read_table(tmp_path / "codes" / "codes" / "C3.parquet").to_pandas().to_numpy()
+    rare = codes[2:][counts < 6]
+    assert len(rare) and (rare == rare[0]).all()
+    assert len({tuple(row) for row in codes[2:][counts >= 6].tolist()}) > 1
+
+
+@pytest.mark.parametrize("fails", [KeyboardInterrupt, UserError("no")])
+def test_an_interrupted_command_leaves_nothing(
+    full_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: BaseException
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise fails
+
+    monkeypatch.setattr(code_run, "write_converted", interrupted)
+    with pytest.raises((KeyboardInterrupt, UserError)):
+        compressed(full_run, tmp_path / "codes", bits_per_id=5)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "0 of --budget, --bits-per-id and --max-loss are given"),
+        (["--budget", "1MB", "--max-loss", "0.1"], "2 of --budget"),
+        (["--budget", "much"], "--budget is 'much'"),
+        (["--bits-per-id", "0"], "--bits-per-id is 0"),
+        (["--bits-per-id", "13"], "--bits-per-id is 13, which --scheme auto"),
+        (["--bits-per-id", "6", "--scheme", "tree"], "--scheme is 'tree'.*auto, one, product, residual"),
+        (["--bits-per-id", "6", "--min-count", "-1"], "--min-count is -1"),
+        (["--bits-per-id", "6", "--to", "bits"], "--to is 'bits'"),
+        (["--max-loss", "nan"], "--max-loss is nan"),
+        (["--budget", "1GB"], "codes make no table of"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(
+    run: Path, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        call("compress", run, tmp_path / "codes", *arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_of_codes_and_a_folder_that_is_there_are_refused(full_run: Path, tmp_path: Path) -> None:
+    call("compress", full_run, tmp_path / "codes", "--bits-per-id", "5")
+    with pytest.raises(UserError, match=f"is of codes already; compress the run that it was made of, {full_run}"):
+        call("compress", tmp_path / "codes", tmp_path / "again", "--bits-per-id", "4")
+    with pytest.raises(UserError, match="exists already"):
+        call("compress", full_run, tmp_path / "codes", "--bits-per-id", "4")
+    found = json.loads(call("compress", full_run, tmp_path / "codes", "--bits-per-id", "4", "--overwrite", "--json"))
+    assert found["bytes"] == sum(table["compositional_bytes"] for table in found["tables"])
+    assert {table["codes"] for table in found["tables"]} <= {"one 1 x 16", None}
