@@ -1,15 +1,16 @@
 """Compositions: how an id's k rows become its embedding (Shi et al., KDD 2020, section 4).
 
-=========== ============================= ============================= =====================
-name        embedding of an id            columns of partition j        commutes with pooling
-=========== ============================= ============================= =====================
-product     v_1 * v_2 * ... * v_k         D                             no
-sum         v_1 + v_2 + ... + v_k         D                             yes
-concat      [v_1, v_2, ..., v_k]          D/k or as set, sums to D      yes
-feature     v_1, v_2, ..., v_k            D; the id gives k vectors     yes
-path_linear f_k(... f_2(v_1)), linear     D; j > 1: D^2 + D             no
-path_mlp    f_k(... f_2(v_1)), MLPs       D; j > 1: numbers of an MLP   no
-=========== ============================= ============================= =====================
+============ ============================= ============================= =====================
+name         embedding of an id            columns of partition j        commutes with pooling
+============ ============================= ============================= =====================
+product      v_1 * v_2 * ... * v_k         D                             no
+sum          v_1 + v_2 + ... + v_k         D                             yes
+concat       [v_1, v_2, ..., v_k]          D/k or as set, sums to D      yes
+feature      v_1, v_2, ..., v_k            D; the id gives k vectors     yes
+path_linear  f_k(... f_2(v_1)), linear     D; j > 1: D^2 + D             no
+path_mlp     f_k(... f_2(v_1)), MLPs       D; j > 1: numbers of an MLP   no
+weighted_sum p_1 v_1 + p_2 v_2 + ...       D; j = k: the numbers p       no
+============ ============================= ============================= =====================
 
 A new composition is one file, with its settings, and one line in :data:`COMPOSITIONS`; law tests run over every entry.
 """
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from distembed.composition.concat import Concat, Feature
     from distembed.composition.elementwise import Product, Sum
     from distembed.composition.path import PathComposition, PathLinear, PathMLP
+    from distembed.composition.weighted import WeightedSum
 
 COMPOSITIONS: "NameTable[type[Composition]]" = NameTable(
     {
@@ -33,6 +35,7 @@ COMPOSITIONS: "NameTable[type[Composition]]" = NameTable(
         "feature": "distembed.composition.concat:Feature",
         "path_linear": "distembed.composition.path:PathLinear",
         "path_mlp": "distembed.composition.path:PathMLP",
+        "weighted_sum": "distembed.composition.weighted:WeightedSum",
     }
 )
 """The class of each name. Each can be built without arguments; ``settings`` names the arguments that it takes."""
@@ -48,5 +51,6 @@ __all__ = [
     "PathMLP",
     "Product",
     "Sum",
+    "WeightedSum",
 ]
 __getattr__ = imports_on_demand(__name__)

@@ -105,9 +105,10 @@ def _table(
 def _make_partition(feature: CategoricalFeature, settings: TableConfig) -> Partition:
     """Returns the configured partition of a feature's table, with the feature's name in errors."""
     try:
-        return PARTITIONS[settings.partition].from_settings(feature.num_embeddings, settings)
+        scheme = PARTITIONS[settings.partition].from_settings(feature.num_embeddings, settings)
     except UserError as error:
         raise UserError(f"embedding, table {feature.name!r}: {error}") from None
+    return scheme.for_table(feature.name)
 
 
 def grown_embedding(

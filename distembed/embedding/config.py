@@ -125,7 +125,7 @@ class CompositionalEmbeddingConfig:
         self._resolve("feature_names", tuple(self.feature_names))
         if isinstance(self.partition, str):
             scheme = PARTITIONS[one_of(f"{where}: partition", self.partition, PARTITIONS)]
-            self._resolve("partition", scheme(num_embeddings=self.num_embeddings))
+            self._resolve("partition", scheme(num_embeddings=self.num_embeddings).for_table(self.name))
         _require_instance(f"{where}: partition", self.partition, Partition)
         if self.scheme.num_embeddings != self.num_embeddings:
             raise UserError(

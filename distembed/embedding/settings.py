@@ -25,8 +25,7 @@ from distembed.composition.concat import ConcatSettings
 from distembed.composition.path import PathMLPSettings
 from distembed.partitions import PARTITIONS
 from distembed.partitions.explicit import ExplicitSettings
-from distembed.partitions.moduli import ModuliSettings
-from distembed.partitions.remainder import BucketSettings
+from distembed.partitions.multi_hash import MultiHashSettings
 from distembed.partitions.settings import SchemeSettings, setting_names
 
 IdPolicy = Literal["error", "clip_to_oov", "modulo"]
@@ -70,7 +69,7 @@ class _CompositionName:
 # a dataclass has the fields of its last base first: this is the order in which configs are written
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class TableConfig(
-    PathMLPSettings, ConcatSettings, _CompositionName, ExplicitSettings, ModuliSettings, BucketSettings, _PartitionName
+    PathMLPSettings, ConcatSettings, _CompositionName, ExplicitSettings, MultiHashSettings, _PartitionName
 ):
     """The settings of a table in a YAML file; schemes and compositions own theirs, and ignore the settings of others.
 

@@ -14,16 +14,18 @@ quotient_remainder   x mod m, x \ m                   m + c, or m + ceil(n/m)   
 mixed_radix          x mod m_1, (x \ M_j) mod m_j     O(k n^(1/k)), the fewest  yes
 chinese_remainder    x mod m_j, coprime m_j           O(k n^(1/k))              yes
 explicit             a_j[x]                           as given                  if they are
+multi_hash           h_j(x), k independent hashes     k m, m = ceil(n/c)        not proved
 ==================== ================================ ========================= =============
 
 ``M_j = m_1 * ... * m_{j-1}``. Each scheme maps ids to rows, and rows back to the id where it is complementary, for any
 n up to 2^63-1, without a float. Complementarity is decided, not assumed: by Python's integers for the arithmetic
-schemes, by looking at every id for explicit ones.
+schemes, by looking at every id for explicit ones. ``multi_hash`` looks at up to 16,384 ids; for more, it says how many
+pairs are expected to collide, ``n (n-1) / (2 m^k)``.
 
 When a vocabulary grows at its end, known ids keep their rows (``Partition.grown``): ``naive`` appends rows and
-``quotient_remainder`` quotient rows; ``mixed_radix`` raises its last modulus; ``remainder`` keeps its rows, which
-more ids share; ``chinese_remainder`` keeps its moduli while their product reaches n; ``explicit`` takes longer
-assignments that begin with the old ones.
+``quotient_remainder`` quotient rows; ``mixed_radix`` raises its last modulus; ``remainder`` and ``multi_hash`` keep
+their rows, which more ids share; ``chinese_remainder`` keeps its moduli while their product reaches n; ``explicit``
+takes longer assignments that begin with the old ones.
 
 For ids that arrive as strings or as unbounded integers, :func:`hash_strings` and :class:`KeyedHash` come first.
 
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from distembed.partitions.explicit import Explicit
     from distembed.partitions.hashing import KeyedHash, hash_strings
     from distembed.partitions.mixed_radix import MixedRadix
+    from distembed.partitions.multi_hash import MultiHash
     from distembed.partitions.naive import Naive
     from distembed.partitions.quotient_remainder import QuotientRemainder
     from distembed.partitions.remainder import Remainder
@@ -53,6 +56,7 @@ PARTITIONS: "NameTable[type[Partition]]" = NameTable(
         "mixed_radix": "distembed.partitions.mixed_radix:MixedRadix",
         "chinese_remainder": "distembed.partitions.chinese_remainder:ChineseRemainder",
         "explicit": "distembed.partitions.explicit:Explicit",
+        "multi_hash": "distembed.partitions.multi_hash:MultiHash",
     }
 )
 """The scheme of each name. Each class is built as ``cls(num_embeddings=n, **settings)``."""
@@ -63,6 +67,7 @@ __all__ = [
     "Explicit",
     "KeyedHash",
     "MixedRadix",
+    "MultiHash",
     "Naive",
     "Partition",
     "QuotientRemainder",

@@ -61,6 +61,10 @@ class Partition(ABC):
         values = {name: getattr(settings, name) for name in setting_names(cls.settings)}
         return cls(num_embeddings, **{name: value for name, value in values.items() if value is not None})
 
+    def for_table(self, name: str) -> Self:
+        """Returns the scheme of the table of this name: the scheme itself, unless rows depend on the name."""
+        return self
+
     def __eq__(self, other: object) -> bool:
         """Returns whether another scheme is of the same class and was made with the same numbers."""
         if type(self) is not type(other):
@@ -86,10 +90,13 @@ class Partition(ABC):
 
     @abstractmethod
     def colliding_ids(self) -> tuple[int, int] | None:
-        """Returns two distinct ids with equal rows in every partition; None if there are none, which is a proof."""
+        """Returns two distinct ids with equal rows in every partition; None if none are known.
+
+        None is a proof that there are none, except in a scheme that overrides :meth:`is_complementary`.
+        """
 
     def is_complementary(self) -> bool:
-        """Returns whether any two distinct ids differ in at least one partition (definition 1 of the paper)."""
+        """Returns whether any two distinct ids are proved to differ in at least one partition (definition 1)."""
         return self.colliding_ids() is None
 
     @property
@@ -103,11 +110,12 @@ class Partition(ABC):
         Raises:
             UserError: The partitions are not complementary.
         """
-        pair = self.colliding_ids()
-        if pair is not None:
+        if not self.is_complementary():
+            pair = self.colliding_ids()
+            shared = "some may have" if pair is None else f"{pair[0]} and {pair[1]} have"
             raise UserError(
                 f"{self.name} with num_rows={self.num_rows} has no inverse: of num_embeddings={self.num_embeddings} "
-                f"ids, {pair[0]} and {pair[1]} have the same rows. Use a complementary scheme."
+                f"ids, {shared} the same rows. Use a complementary scheme."
             )
         candidates = self._candidates(rows)
         inside = (candidates >= 0) & (candidates < self.num_embeddings)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from jaxtyping import Int64
@@ -64,7 +65,7 @@ class KeyedHash:
         # u is uniform in [0, 2^63). The last 2^63 mod n numbers would give small ids one u more than the others: a u
         # among them is replaced by the next hash. All rounds are computed for all values, so no branch needs data.
         n = num_embeddings
-        before, after = self._keys()
+        before, after = self.keys
         state = mix64(mix64(values ^ before) + after)
         number = _shift_right(state, 1)
         incomplete = 2**63 % n
@@ -73,10 +74,27 @@ class KeyedHash:
             number = torch.where(number < 2**63 - incomplete, number, _shift_right(state, 1))
         return number % n
 
-    def _keys(self) -> tuple[int, int]:
-        """Returns two 64-bit keys of the seed, by BLAKE2b, so that neighbouring seeds give unrelated keys."""
+    @cached_property
+    def keys(self) -> tuple[int, int]:
+        """Two 64-bit keys of the seed, by BLAKE2b, so that neighbouring seeds give unrelated keys."""
         digest = hashlib.blake2b(self.seed.to_bytes(8, "little"), digest_size=16).digest()
         return _as_int64(digest[:8]), _as_int64(digest[8:])
+
+
+def rows_by_keys(
+    values: Int64[Tensor, "*shape"],
+    before: Int64[Tensor, "k *shape"],
+    after: Int64[Tensor, "k *shape"],
+    moduli: Int64[Tensor, "k *shape"],
+) -> Int64[Tensor, "k *shape"]:
+    """Returns :meth:`KeyedHash.ids` of k hashes at once, for moduli of at most 2^31; arguments broadcast.
+
+    Such a modulus needs one further hash (:func:`_rounds`), or none where it divides 2^63, which then changes nothing.
+    """
+    state = mix64(mix64(values ^ before) + after)
+    number, again = _shift_right(state, 1), _shift_right(mix64(state), 1)
+    incomplete = (_MAX_SEED % moduli + 1) % moduli  # 2^63 mod n, without 2^63
+    return torch.where(number <= _MAX_SEED - incomplete, number, again) % moduli
 
 
 def hash_strings(values: Sequence[str | bytes], seed: int) -> Int64[Tensor, "values"]:

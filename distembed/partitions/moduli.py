@@ -8,7 +8,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import pydantic.dataclasses
 from pydantic import Field, PositiveInt
@@ -29,7 +29,7 @@ _MOST_COPRIMES = 16
 class ModuliSettings(SchemeSettings):
     """The settings of ``mixed_radix`` and ``chinese_remainder``."""
 
-    alternatives = (("num_partitions", "moduli"),)
+    alternatives: ClassVar[tuple[tuple[str, str], ...]] = (("num_partitions", "moduli"),)
     # the number of partitions, whose moduli are then computed
     num_partitions: Annotated[int, Field(ge=2)] | None = None
     # the moduli themselves, in place of ``num_partitions``

@@ -6,7 +6,7 @@ apart, however long the training.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pydantic.dataclasses
 from jaxtyping import Int64
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class BucketSettings(SchemeSettings):
     """The settings of ``remainder`` and ``quotient_remainder``."""
 
-    alternatives = (("collisions", "num_buckets"),)
+    alternatives: ClassVar[tuple[tuple[str, str], ...]] = (("collisions", "num_buckets"),)
     # how many ids share a row of the first partition; 4 unless it or ``num_buckets`` is given
     collisions: PositiveInt | None = None
     num_buckets: PositiveInt | None = None  # the rows of the first partition, in place of ``collisions``

@@ -2,15 +2,17 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from distembed.composition import COMPOSITIONS, Composition, Product
+from distembed.composition import COMPOSITIONS, Composition, Product, WeightedSum
 from distembed.partitions.settings import setting_names
 from tests.embedding.schemes import small_composition
 
 COMMUTING = {"product": False, "sum": True, "concat": True, "feature": True, "path_linear": False, "path_mlp": False}
+COMMUTING |= {"weighted_sum": False}
 
 
 def drawn_weights(composition: Composition, dim: int, num_rows: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
@@ -125,6 +127,45 @@ BY_HAND = {
     "concat": [2.0, 3, 5, 7, 11, 13],
     "feature": [2.0, 3, 5, 7, 11, 13],
 }
+
+
+def test_a_weighted_sum_by_hand() -> None:
+    # the last row holds the numbers 11 and 13, then padding that is never read
+    vectors = [torch.tensor([pair]) for pair in ([2.0, 3.0], [5.0, 7.0], [11.0, 13.0])]
+    expected = [[11 * 2.0 + 13 * 5, 11 * 3.0 + 13 * 7]]
+    assert WeightedSum().compose(vectors).tolist() == expected
+    padded = torch.cat([vectors[2], torch.full((1, 2), float("nan"))], dim=1)
+    assert WeightedSum().compose([*vectors[:2], padded]).tolist() == expected
+
+
+def test_importance_rows_are_padded_to_what_fbgemm_stores() -> None:
+    dims = {(16, 1): (16,), (16, 2): (16, 4), (16, 3): (16, 16, 4), (16, 6): (16,) * 5 + (8,), (7, 3): (7, 7, 2)}
+    assert {case: WeightedSum().partition_dims(*case) for case in dims} == dims
+
+
+@pytest.mark.parametrize("num_vectors", [1, 2, 3])
+def test_a_weighted_sum_is_equation_1_of_the_paper_with_its_gradients(num_vectors: int) -> None:
+    """e = sum_j p_j v_j in numpy's float64; de/dv_j = p_j and de/dp_j = v_j, added up over the ids of a row."""
+    num_ids, dim, rng = 40, 8, np.random.default_rng(num_vectors)
+    composition = WeightedSum()
+    dims = composition.partition_dims(dim, num_vectors + 1)
+    tables = [rng.normal(size=(9, columns)) for columns in dims]
+    rows = rng.integers(0, 9, (num_vectors + 1, num_ids))
+    weights = [torch.tensor(table, requires_grad=True) for table in tables]
+    embedded = composition.embed(weights, torch.tensor(rows))
+    upstream = rng.normal(size=(num_ids, dim))
+    embedded.backward(torch.tensor(upstream))
+    expected, gradients = np.zeros((num_ids, dim)), [np.zeros_like(table) for table in tables]
+    for i in range(num_ids):
+        importance = tables[-1][rows[-1, i]]
+        for j in range(num_vectors):
+            vector = tables[j][rows[j, i]]
+            expected[i] += importance[j] * vector
+            gradients[j][rows[j, i]] += importance[j] * upstream[i]
+            gradients[-1][rows[-1, i], j] += vector @ upstream[i]
+    assert np.allclose(embedded.detach().numpy(), expected)
+    for weight, gradient in zip(weights, gradients, strict=True):
+        assert np.allclose(weight.grad.numpy(), gradient)
 
 
 @pytest.mark.parametrize("name", BY_HAND)

@@ -19,14 +19,12 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.modules.embedding_configs import DataType
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from distembed.composition import PathLinear, PathMLP
 from distembed.embedding import (
     CompositionalEmbeddingBagCollection,
     CompositionalEmbeddingCollection,
     CompositionalEmbeddingConfig,
 )
 from distembed.embedding.settings import LookupKernel
-from distembed.partitions import Explicit
 from distembed.sharding.groups.fused import FusedGroup
 from distembed.sharding.lookup import sharded_lookups
 from tests.ranks import run_cases
@@ -68,8 +66,8 @@ def with_kernel(tables: Sequence[Any], kernel: LookupKernel) -> list[Any]:
     """The same tables, with ids that are replaced; those that cannot be fused are left to ``auto``."""
 
     def can_be_fused(table: CompositionalEmbeddingConfig) -> bool:
-        is_path = isinstance(table.combine, PathMLP | PathLinear)
-        return not (is_path or isinstance(table.scheme, Explicit) or getattr(table, "pooling", None) == "max")
+        is_by_column = table.combine.columns(table.embedding_dim, len(table.scheme.num_rows)) is not None
+        return is_by_column and table.scheme.digits() is not None and getattr(table, "pooling", None) != "max"
 
     chosen = [kernel if can_be_fused(table) or kernel == "fbgemm" else "auto" for table in tables]
     own = [dataclasses.replace(table, kernel=one) for table, one in zip(tables, chosen, strict=True)]

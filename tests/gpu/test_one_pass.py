@@ -6,10 +6,8 @@ import pytest
 import torch
 
 from distembed.base.ranks import Ranks
-from distembed.composition import PathLinear, PathMLP
 from distembed.embedding import CompositionalEmbeddingBagConfig
 from distembed.optim.config import SparseOptimizerConfig
-from distembed.partitions import Explicit
 from distembed.sharding.groups.fused import FusedGroup
 from distembed.sharding.lookup import sharded_lookups
 from tests.gpu.models import Head, draw, mean_square, require_equal_steps, shard, tables
@@ -25,7 +23,7 @@ def in_one_pass(composition: str) -> list[CompositionalEmbeddingBagConfig]:
     """The tables, of which those that can be are looked up in one pass."""
     return [
         own
-        if isinstance(own.scheme, Explicit) or isinstance(own.combine, PathMLP | PathLinear)
+        if own.scheme.digits() is None or own.combine.columns(own.embedding_dim, len(own.scheme.num_rows)) is None
         else replace(own, kernel="fused")
         for own in tables(composition)
     ]

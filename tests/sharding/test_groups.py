@@ -28,6 +28,7 @@ KINDS = {
     "product": "ProductGroup",
     "path_linear": "PathGroup",
     "path_mlp": "PathGroup",
+    "weighted_sum": "DistinctGroup",
 }
 CASES: list[tuple[str, str | None]] = list(itertools.product(COMPOSITIONS, [*POOLINGS, None]))
 
@@ -47,11 +48,12 @@ def replicate(table: CompositionalEmbeddingConfig, world_size: int) -> Any:
 
 
 def expected_kind(composition: str, pooling: str | None, kernel: str) -> str:
-    if kernel == "auto" and pooling != "max" and not composition.startswith("path"):
+    by_column = not composition.startswith("path") and composition != "weighted_sum"
+    if kernel == "auto" and pooling != "max" and by_column:
         return "FusedGroup"
     if pooling is None:
         return "SequenceGroup"
-    return "PerIdGroup" if pooling == "max" and not composition.startswith("path") else KINDS[composition]
+    return "PerIdGroup" if pooling == "max" and by_column else KINDS[composition]
 
 
 @pytest.mark.parametrize(("composition", "pooling"), CASES)

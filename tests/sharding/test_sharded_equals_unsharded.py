@@ -21,7 +21,7 @@ from distembed.base.errors import UserError
 from distembed.composition import Concat, PathMLP
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.embedding.settings import VectorExchange
-from distembed.partitions import ChineseRemainder, Explicit, MixedRadix, QuotientRemainder, Remainder
+from distembed.partitions import ChineseRemainder, Explicit, MixedRadix, MultiHash, QuotientRemainder, Remainder
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder, default_sharders
 from distembed.sharding.placement import BY_ROWS
 from tests.placing import shard_as
@@ -29,6 +29,7 @@ from tests.ranks import run_cases, run_on_ranks
 
 SIZES = {"a": 1000, "b": 77, "c": 5000, "d": 5000, "e": 30, "f": 300, "g": 400}
 SIZES |= {"h": 600, "i": 600, "j": 900, "k": 500, "l": 500, "m": 200, "n": 64, "o": 1, "p": 3}
+SIZES |= {"q": 700, "r": 700, "s": 800, "t": 900}
 DIM = 8
 
 
@@ -49,6 +50,11 @@ def tables() -> list[CompositionalEmbeddingBagConfig]:
         # fewer rows than there are ranks
         make("o", 1, DIM, ["o"]),
         make("p", 3, DIM, ["p"], QuotientRemainder(3, collisions=2), "path_linear"),
+        # the divided partition is the largest: of vectors, or of importance numbers
+        make("q", 700, DIM, ["q"], MultiHash(700, moduli=[90, 80, 70]), "weighted_sum", pooling="mean"),
+        make("r", 700, DIM, ["r"], MultiHash(700, moduli=[20, 30, 300]), "weighted_sum"),
+        make("s", 800, DIM, ["s"], MultiHash(800, num_buckets=100, num_partitions=3), "product"),
+        make("t", 900, DIM, ["t"], MultiHash(900, num_buckets=100), "sum"),
         make("n", 64, DIM, ["n"], Explicit(64, [torch.arange(64) // 8, torch.arange(64) % 8]), Concat([4, 4])),
     ]
 
@@ -76,7 +82,7 @@ def sharding_types_of(table: CompositionalEmbeddingBagConfig, sharding_type: str
     """The type itself, or where the table cannot have it table-wise."""
     unable: list[object] = []
     if "column" in sharding_type or sharding_type == "grid_shard":
-        unable += table.function_tables()
+        unable += [table] * (table.combine.columns(table.embedding_dim, len(table.scheme.num_rows)) is None)
     if sharding_type in BY_ROWS and table.pooling == "max":
         unable.append(table)
     return ["table_wise"] if unable else [sharding_type]

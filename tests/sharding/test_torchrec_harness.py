@@ -42,7 +42,7 @@ from tests.versions import HARNESS_MAKES_OFFSETS
 WORLD_SIZE = 2
 SHARDING_TYPES = ("table_wise", "column_wise", "table_column_wise", "row_wise", "data_parallel")
 SEQUENCE_DIM = 8
-DIMS = {"product": 16, "sum": 32, "concat": 16, "path_linear": 8, "path_mlp": 16}
+DIMS = {"product": 16, "sum": 32, "concat": 16, "path_linear": 8, "path_mlp": 16, "weighted_sum": 8}
 
 
 def configs(prefix: str) -> list[EmbeddingBagConfig]:

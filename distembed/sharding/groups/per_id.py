@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from distembed.composition import Composition, PathComposition, Product
+from distembed.composition import Composition, PathComposition, Product, WeightedSum
 from distembed.sharding.bucket_pool import buckets_are_faster, count_buckets_per_bag, split_bags
 from distembed.sharding.groups.base import Group, LookupRequest
 from distembed.sharding.groups.load import (
@@ -113,8 +113,8 @@ class DistinctGroup(Group):
         # vectors of TBEs are padded, and copied out of the padding
         looked_up, vectors = padded * tbe_dims * FLOAT_BYTES, total * sum(load.dims) * FLOAT_BYTES
         composed, output = total * load.columns * FLOAT_BYTES, load.output_bytes
-        is_product = isinstance(table.combine, Product)
-        saved_vectors = vectors if is_product or table.function_tables() else 0
+        multiplies = isinstance(table.combine, (Product, WeightedSum))
+        saved_vectors = vectors if multiplies or table.function_tables() else 0
         # rows, offsets of the padded lookup, where each id stands in it, its first occurrence, and the order of ids
         saved_longs = (len(table.scheme.num_rows) + 2) * total + padded + num_ids + load.num_bags
         saved = saved_longs * LONG_BYTES + saved_vectors
@@ -122,7 +122,7 @@ class DistinctGroup(Group):
             # which id has each number of a maximum, which bag each id is in, and the ids
             saved += load.num_bags * load.columns * LONG_BYTES + 2 * num_ids * LONG_BYTES
         forward = looked_up + composed + output + 2 * (num_ids + total) * LONG_BYTES + vectors - saved_vectors
-        products = composed + (vectors if is_product else 0)
+        products = composed + (vectors if multiplies else 0)
         unpadding = vectors + (padded * max(load.dims) * FLOAT_BYTES if tbe_dims else 0) - saved_vectors
         backward = max(composed + output + 2 * num_ids * LONG_BYTES, products, unpadding)
         update = looked_up + total * stack_dims * FLOAT_BYTES
