@@ -88,6 +88,9 @@ def composed_bound(composition: str, vectors: Sequence[np.ndarray], errors: Sequ
     if composition == "product":
         largest = reduce(np.multiply, [np.abs(v) + e for v, e in zip(vectors, errors, strict=True)])
         return largest - reduce(np.multiply, [np.abs(v) for v in vectors])
+    if composition == "weighted_sum" and len(vectors) > 1:
+        pairs = list(zip(vectors[:-1], errors[:-1], vectors[-1].T, errors[-1].T, strict=False))
+        return sum((np.abs(v) + e) * (np.abs(p) + d)[:, None] - np.abs(v) * np.abs(p)[:, None] for v, e, p, d in pairs)
     return np.concatenate(errors, axis=1) if composition in ("concat", "feature") else np.sum(errors, axis=0)
 
 
