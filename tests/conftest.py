@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import tempfile
 
 # before torch is imported anywhere; the workers share the cores already
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -24,6 +25,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kills", type=int, default=100, help="How many strikes hit training runs, among the slow tests.")
     parser.addoption("--flips", type=int, default=1000, help="How many bits are flipped, in each of the slow tests.")
     parser.addoption("--cases", type=int, default=300, help="How many models and batches of ids the slow test draws.")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # where the workers, which inherit the environment, find the servers of tests/processes.py
+    if "DISTEMBED_TEST_SERVERS" not in os.environ:
+        folder = tempfile.TemporaryDirectory(prefix="distembed-tests-")
+        os.environ["DISTEMBED_TEST_SERVERS"] = folder.name
+        config.add_cleanup(folder.cleanup)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,24 +1,73 @@
 """Ranks of their own for a test, forked from ones that have loaded what :mod:`tests.loaded` names, which takes seconds.
 
 They are forked from two such servers in turn. Each has a seed of its own for the hash of strings, as the ranks of a
-real run have, so that what depends on the order of a set differs between neighbouring ranks.
+real run have, so that what depends on the order of a set differs between neighbouring ranks. All workers of a run of
+pytest share both servers.
 """
 
+import fcntl
 import itertools
+import json
 import os
 import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from multiprocessing import forkserver
+from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.forkserver import ForkServer
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 from unittest import mock
 
 import torch.multiprocessing as mp
 
-SERVERS = [ForkServer(), ForkServer()]
-"""They start when they are first needed, and end with this process."""
+SHARED_FOLDER = "DISTEMBED_TEST_SERVERS"
+"""Variable of the environment with the folder in which processes find servers; without it they share none."""
+
+
+class SharedServer(ForkServer):
+    """A server that processes share: the first that needs it starts it, and it ends with the last of them.
+
+    A file named ``name`` in the shared folder has its address, and the pipe that it watches to see whether any process
+    is left: a process number and a descriptor.
+    """
+
+    _forkserver_address: str | None
+    _forkserver_pid: int | None
+    _forkserver_alive_fd: int | None
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    def ensure_running(self) -> None:
+        """Starts the server, or finds the one that another process has started."""
+        folder = os.environ.get(SHARED_FOLDER)
+        if folder is None or self._forkserver_pid is not None:  # not shared, or started here
+            super().ensure_running()
+        elif self._forkserver_address is None:
+            with Path(folder, self._name).open("a+") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                self._find_or_start(file)
+
+    def _find_or_start(self, file: TextIO) -> None:
+        file.seek(0)
+        try:
+            process, descriptor, address = json.loads(file.read())
+            self._forkserver_alive_fd = os.open(f"/proc/{process}/fd/{descriptor}", os.O_WRONLY)
+        except (ValueError, FileNotFoundError):  # none has been started, or its process has ended
+            own_address = tempfile.mktemp(dir=Path(file.name).parent)  # which outlives this process
+            with mock.patch.object(connection, "arbitrary_address", lambda family: own_address):
+                super().ensure_running()
+            file.truncate(0)
+            json.dump([os.getpid(), self._forkserver_alive_fd, self._forkserver_address], file)
+        else:
+            self._forkserver_address = address
+            resource_tracker.ensure_running()
+
+
+SERVERS = [SharedServer("even"), SharedServer("odd")]
+"""They start when they are first needed, and end with the processes that use them."""
 _STARTING = threading.Lock()
 
 
