@@ -5,6 +5,7 @@
     python tools/bench_quality.py train.tsv.gz --seeds 5 --output bench_quality.json
     OMP_NUM_THREADS=1 python tools/bench_quality.py train.tsv.gz --seeds 5 --jobs 2 --only "(4|60)$"
     OMP_NUM_THREADS=1 python tools/bench_quality.py train.tsv.gz --seeds 3 --jobs 2 --only "^[^,]*, (full|product, 4)$"
+    OMP_NUM_THREADS=1 python tools/bench_quality.py train.tsv.gz --seeds 3 --jobs 2 --only "two hashes"
     python tools/bench_quality.py train.tsv.gz --search 6 --only "^[^,]*, full$"
 
 The second command trains every click model with full and with quotient-remainder tables. ``--search`` looks for
@@ -69,6 +70,22 @@ _SEARCH = [
 """The values that a search chooses from; DLRM and DCN have no dropout."""
 
 
+_TIMES_COLLISIONS = {"sum": 2, "product": 2, "concat": 1, "weighted_sum": 2.25}
+"""Collisions of each of two hashes, for tables of the bytes of a hashed one: their vectors have D or D/2 numbers each,
+and a weighted sum has rows of 4 numbers in addition."""
+
+
+def multi_hash(composition: str, collisions: int) -> list[str]:
+    """Returns the settings of two hashes whose tables have the bytes of a hashed table with these collisions."""
+    settings = {
+        "partition": "multi_hash",
+        "composition": composition,
+        "collisions": round(_TIMES_COLLISIONS[composition] * collisions),
+        "num_partitions": 3 if composition == "weighted_sum" else 2,
+    }
+    return [f"embedding.default.{key}={value}" for key, value in settings.items()]
+
+
 class Variant(NamedTuple):
     """A config with settings, and whether missing integers of the rows are 0 (``zero``) or null (``keep``)."""
 
@@ -89,6 +106,11 @@ VARIANTS: dict[str, Variant] = (
         f"DLRM, {name}, {collisions}": Variant(CONFIGS / "criteo_sample" / f"{stem}_{collisions}.yaml", [])
         for collisions in (4, 60)
         for name, stem in _SCHEMES.items()
+    }
+    | {
+        f"DLRM, two hashes, {composition}, {collisions}": Variant(_BASE, multi_hash(composition, collisions))
+        for collisions in (4, 60)
+        for composition in _TIMES_COLLISIONS
     }
     | {
         f"DLRM, soft one-hot {place}{suffix}": Variant(CONFIGS / "criteo_sample" / f"{stem}.yaml", [], missing)
