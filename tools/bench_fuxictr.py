@@ -10,8 +10,9 @@ in its wheel::
 
 Both train one epoch of the first 0.8 of the rows in batches of 128, with vectors of 16 numbers for values that occur
 twice, and layers of equal sizes; FuxiCTR's DLRM has buckets in the place of numbers, so no bottom network. distembed
-has the settings of ``tools/bench_quality.py``, FuxiCTR its templates' Adam at 0.001. The two take turns, seed by seed.
-Samples a second are of the training steps with the reading of batches, on all cores.
+has the settings of ``tools/bench_quality.py``, FuxiCTR its templates' Adam at 0.001, or with ``--search`` the rate
+with which seed 0 has the best AUC on the validation rows. The two take turns, seed by seed. Samples a second are of the
+training steps with the reading of batches, on all cores.
 """
 
 import json
@@ -50,6 +51,8 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "DeepFM": ("DeepFM/DeepFM_torch/DeepFM", {"hidden_units": [512, 256]}),
 }
 """A model of FuxiCTR and its settings, for each of distembed's."""
+_RATES = (2.5e-4, 5e-4, 1e-3, 2e-3)
+"""FuxiCTR's learning rates that ``--search`` tries."""
 
 
 def train_peer(command: list[str], seed: int) -> dict[str, Any]:
@@ -61,6 +64,16 @@ def train_peer(command: list[str], seed: int) -> dict[str, Any]:
     return figures | {"auc": figures["AUC"]}
 
 
+def search(command: list[str], settings: dict[str, Any]) -> dict[str, Any]:
+    """Returns FuxiCTR's settings with the learning rate that has the best AUC on the validation rows."""
+    auc_of = {}
+    for rate in _RATES:
+        trial = json.dumps(settings | {"learning_rate": rate})
+        auc_of[rate] = train_peer([*command, "--settings", trial], 0)["valid"]["AUC"]
+        print(f"learning_rate {rate:g}: validation AUC {auc_of[rate]:.4f}", flush=True)
+    return settings | {"learning_rate": max(auc_of, key=auc_of.__getitem__)}
+
+
 def main() -> None:
     """Trains each model of both with each seed in turn, and prints a table."""
     parser = bench_parser(__doc__)
@@ -69,6 +82,7 @@ def main() -> None:
     parser.add_argument("--zoo", required=True, help="folder model_zoo of FuxiCTR's repository")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", default="", help="models whose name matches this pattern")
+    parser.add_argument("--search", action="store_true", help="search FuxiCTR's learning rate first")
     options = parser.parse_args()
     table = Table("model", "parameters", "AUC", "logloss", "samples/s", "times", title="distembed, then FuxiCTR")
     results = []
@@ -89,6 +103,9 @@ def main() -> None:
                 "--min-count",
                 "2",
             ]
+            if options.search:
+                print(title, flush=True)
+                settings = search(command, settings)
             command += ["--settings", json.dumps(settings)]
             ours, theirs = [], []
             for seed in range(options.seeds):
@@ -102,7 +119,9 @@ def main() -> None:
                 table.add_row(title, size, *figures, f"{statistics.median(speed):,.0f}", f"{times:.2f}")
             by_seed = [[run["auc"] for run in runs] for runs in (ours, theirs)]
             error = (sum(deviation(values) ** 2 for values in by_seed) / options.seeds) ** 0.5
-            results.append({"model": title, "times": times, "auc": by_seed, "error": error, "speeds": speeds})
+            results.append(
+                {"model": title, "times": times, "auc": by_seed, "error": error, "speeds": speeds, "peer": settings}
+            )
     Console(width=120).print(table)
     print(json.dumps(results, indent=2))
     write_output(options, results)

@@ -63,9 +63,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         features = encode(options.tsv, Path(folder), options.min_count)
         seed_everything(options.seed)
-        common = {"optimizer": "adam", "loss": "binary_crossentropy", "metrics": ["AUC", "logloss"], "verbose": 0}
+        common = {
+            "optimizer": "adam",
+            "learning_rate": 1e-3,
+            "loss": "binary_crossentropy",
+            "metrics": ["AUC", "logloss"],
+            "verbose": 0,
+        }
         model = getattr(importlib.import_module("src"), name)(
-            features, model_root=folder, learning_rate=1e-3, embedding_dim=EMBEDDING_DIM, **common | options.settings
+            features, model_root=folder, embedding_dim=EMBEDDING_DIM, **common | options.settings
         )
         model._max_gradient_norm = 10.0  # the default of its fit()
         data = {f"{split}_data": f"{folder}/criteo/{split}.npz" for split in SHARES}
