@@ -34,7 +34,7 @@ LEARNING_RATE = 9  # float64, as is the next
 EPS = 10
 PARTITION_FIELDS = 11
 
-# a part, one partition of one feature's table: row = (id // divisor) % modulus - first row
+# a part, one partition of one feature's table: row = (id // divisor) % modulus - first row, of the id or of its hash
 DIVISOR = 0
 DIVISOR_RECIPROCAL = 1  # ids below 2 ** 32 are multiplied by it in place of a division; 0 to divide
 MODULUS = 2  # 0 for none
@@ -44,7 +44,10 @@ NUM_ROWS = 5  # number of rows on this rank
 WEIGHT_START = 6  # bytes from the partition's address to the first row
 STATE_START = 7
 GRADIENT_START = 8
-PART_FIELDS = 9
+LAST_HASH = 9  # the largest hash that is not drawn again; 0 where ids are not hashed
+KEY_BEFORE = 10  # the keys of the hash
+KEY_AFTER = 11
+PART_FIELDS = 12
 
 # a feature in this step
 FIRST_BAG = 0  # place of its first bag in the offsets

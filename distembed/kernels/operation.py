@@ -29,6 +29,8 @@ from torch.autograd.function import once_differentiable
 from distembed.kernels import layout
 from distembed.kernels.loading import load_kernels
 from distembed.kernels.tables import OPTIMIZERS, Formula, Storage, TablePart, Updates, as_operand, num_states
+from distembed.partitions.base import Digit
+from distembed.partitions.hashing import rows_by_keys
 
 _CPU = torch.device("cpu")
 
@@ -171,7 +173,7 @@ class FusedLookup:
         first_bag, num_bags = step.features[feature, [layout.FIRST_BAG, layout.NUM_BAGS]].tolist()
         for raw_id in batch.ids[batch.offsets[first_bag] : batch.offsets[first_bag + num_bags]].tolist():
             for j, part in enumerate(self._feature_parts[feature]):
-                row = raw_id % 2**64 // part.digit.divisor % (part.digit.modulus or 2**64)
+                row = _row(raw_id, part.digit)
                 if not part.first_row <= row < part.first_row + part.num_rows:
                     return IndexError(
                         f"id {raw_id} of feature {feature} of a fused lookup has row {row} in partition {j}, and this "
@@ -413,10 +415,22 @@ def _part_fields(feature_parts: Sequence[Sequence[TablePart]], storages: Sequenc
             divisor, modulus = part.digit.divisor, part.digit.modulus or 0
             block[layout.DIVISOR], block[layout.DIVISOR_RECIPROCAL] = divisor, _reciprocal(divisor)
             block[layout.MODULUS], block[layout.MODULUS_RECIPROCAL] = modulus, _reciprocal(modulus)
+            if part.digit.keys is not None:
+                # hashes in the last, incomplete run of the modulus are drawn again, as by partitions.KeyedHash
+                block[layout.LAST_HASH] = 2**63 - 1 - 2**63 % modulus
+                block[layout.KEY_BEFORE], block[layout.KEY_AFTER] = part.digit.keys
             block[layout.FIRST_ROW], block[layout.NUM_ROWS] = part.first_row, part.num_rows
             block[layout.WEIGHT_START] = storage.itemsize * part.weight_start
             block[layout.STATE_START] = layout.FLOAT_BYTES * part.state_start
     return blocks
+
+
+def _row(raw_id: int, digit: Digit) -> int:
+    """Returns an id's row by the rule of a partition, as the kernels compute it."""
+    if digit.keys is not None:
+        before, after, modulus, value = (torch.tensor([n]) for n in (*digit.keys, digit.modulus, raw_id))
+        return int(rows_by_keys(value, before, after, modulus))
+    return raw_id % 2**64 // digit.divisor % (digit.modulus or 2**64)
 
 
 def _reciprocal(divisor: int) -> int:

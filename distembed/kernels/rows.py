@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from distembed.data.hashing import GOLDEN_GAMMA, MULTIPLIERS, SHIFTS
 from distembed.kernels import layout
 from distembed.kernels.simd import high_product, lanes_of, load_floats, load_half, prefetch, read_long, store
 
@@ -20,6 +21,8 @@ entry: Any = njit(**_OPTIONS)
 """Compiles a function that Python calls, and that is kept in a file for the next process (``loading``)."""
 
 _LINE_BYTES = 64
+_GAMMA, _MULTIPLIERS = np.uint64(GOLDEN_GAMMA), tuple(map(np.uint64, MULTIPLIERS))
+_SHIFTS, _ONE = tuple(map(np.uint64, SHIFTS)), np.uint64(1)
 
 
 @inline
@@ -63,9 +66,33 @@ def _divide(number: Any, divisor: Any, reciprocal: Any) -> Any:
 
 
 @inline
+def _mixed(number: Any) -> Any:
+    """Returns SplitMix64's output function of an unsigned number (``partitions.hashing.mix64``)."""
+    number = number + _GAMMA
+    number = (number ^ (number >> _SHIFTS[0])) * _MULTIPLIERS[0]
+    number = (number ^ (number >> _SHIFTS[1])) * _MULTIPLIERS[1]
+    return number ^ (number >> _SHIFTS[2])
+
+
+@inline
+def _hashed(raw_id: Any, table_part: Any) -> Any:
+    """Returns the 63 bits of which ``KeyedHash`` takes the remainder, for a modulus of at most 2^31."""
+    before = np.uint64(field(table_part, layout.KEY_BEFORE))
+    state = _mixed(_mixed(np.uint64(raw_id) ^ before) + np.uint64(field(table_part, layout.KEY_AFTER)))
+    if np.int64(state >> _ONE) > field(table_part, layout.LAST_HASH):
+        state = _mixed(state)
+    return np.int64(state >> _ONE)
+
+
+@inline
 def row_of(raw_id: Any, table_part: Any) -> Any:
-    """Returns ``(id // divisor) % modulus - first row``: an id's place among a part's rows on this rank, or outside."""
+    """Returns ``(id // divisor) % modulus - first row``: an id's place among a part's rows on this rank, or outside.
+
+    Where the part has a hash, its hash takes the id's place.
+    """
     row, modulus = raw_id, field(table_part, layout.MODULUS)
+    if field(table_part, layout.LAST_HASH) != 0:
+        row = _hashed(row, table_part)
     if field(table_part, layout.DIVISOR) != 1:
         row = _divide(row, field(table_part, layout.DIVISOR), field(table_part, layout.DIVISOR_RECIPROCAL))
     if modulus != 0:

@@ -30,10 +30,11 @@ def require_positive(field: str, value: object, remedy: str) -> int:
 
 
 class Digit(NamedTuple):
-    r"""The rule ``(x \ divisor) mod modulus``."""
+    r"""The rule ``(x \ divisor) mod modulus``, of an id x or of its hash."""
 
     divisor: int
     modulus: int | None
+    keys: tuple[int, int] | None = None  # of the :class:`KeyedHash` that is applied to the id first
 
 
 class Partition(ABC):

@@ -23,7 +23,7 @@ from jaxtyping import Int64
 from distembed.base.errors import UserError
 from distembed.base.lazy import torch
 from distembed.base.names import STRICT
-from distembed.partitions.base import Partition, require_positive
+from distembed.partitions.base import Digit, Partition, require_positive
 from distembed.partitions.hashing import KeyedHash, rows_by_keys
 from distembed.partitions.moduli import ModuliSettings, choose_moduli
 from distembed.partitions.remainder import BucketSettings, rows_for_collisions
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _MOST_EXAMINED = 2**14
 """The number of ids up to which all rows are compared; a scheme for more ids is never called complementary."""
 _MAX_CONSTANT_MODULUS = 2**31
-"""The largest modulus for which :func:`rows_by_keys` is exact."""
+"""The largest modulus for which :func:`rows_by_keys` and the fused lookup are exact."""
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
@@ -154,6 +154,13 @@ class MultiHash(Partition):
         # of M equally likely tuples, M (1 - (1 - 1/M)^n) are expected to occur, which tends to M (1 - exp(-n/M))
         load = n / math.prod(self.num_rows)
         return load / -math.expm1(-load) if load > 0 else 1.0
+
+    def digits(self) -> tuple[Digit, ...] | None:
+        """Returns the modulus and the keys of each hash; None where a modulus is above 2^31."""
+        if max(self.num_rows) > _MAX_CONSTANT_MODULUS:
+            return None
+        hashes = zip(self.hashes, self.num_rows, strict=True)
+        return tuple(Digit(1, bound, keyed.keys) for keyed, bound in hashes)
 
     def grown_settings(self, num_embeddings: int) -> dict[str, Any]:
         """Returns the numbers of rows and the key, which stay: more ids share the rows."""

@@ -16,12 +16,22 @@ from torch import Tensor
 from distembed.kernels.operation import FusedLookup
 from distembed.kernels.tables import Formula, Storage, TablePart
 from distembed.partitions.base import Digit
+from tests.partitions.test_hashing import splitmix64
 
 RATE, EPS = 0.1, 1e-2
 MOST_ROWS, REACH = 5000, 40
 """How many rows a partition may have to be here as a whole, and else how many on each side of the centre's row."""
 NOBODYS = 7.0
 BATCHES = ("single", "ragged", "weighted", "empty_bags", "no_ids", "no_bags", "sequence")
+
+
+def hashed_row(value: int, modulus: int, keys: tuple[int, int]) -> int:
+    """The remainder of a hash of 63 bits, which is drawn again in the last, incomplete run of the modulus."""
+    before, after = (key % 2**64 for key in keys)
+    state = splitmix64((splitmix64(value % 2**64 ^ before) + after) % 2**64)
+    while state >> 1 >= 2**63 - 2**63 % modulus:
+        state = splitmix64(state)
+    return (state >> 1) % modulus
 
 
 @dataclass
@@ -50,7 +60,10 @@ class Table:
             self.windows.append((first, min(most - first, 2 * REACH) if most > MOST_ROWS else most))
 
     def rows(self, own_id: int) -> list[int]:
-        return [own_id // d if m is None else own_id // d % m for d, m in self.digits]
+        return [
+            hashed_row(own_id, m, keys) if keys and m else own_id // d if m is None else own_id // d % m
+            for d, m, keys in self.digits
+        ]
 
     def has(self, own_id: int) -> bool:
         own = zip(self.windows, self.rows(own_id), strict=True)

@@ -23,6 +23,7 @@ from tests.fused.cases import (
     more_rows_than_ids,
     rows_further_down,
 )
+from tests.partitions.test_multi_hash import value_that_is_hashed_again
 
 DIMS = (4, 8, 12, 16, 64, 100, 256)
 BORDERS = (1, 2, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**32 + 1)
@@ -118,6 +119,27 @@ def test_rows_of_ids_at_the_borders_are_those_of_python(number: int) -> None:
             batch.ids = [[[own_id]]]
             expected = side.weights[0][0][rows[0]] * side.weights[1][0][rows[1]]
             torch.testing.assert_close(fused.outputs(batch)[0], expected.float())
+
+
+HASHED = Table([Digit(1, 97, (-5, 7)), Digit(1, 4096, (2**62, -(2**63)))], 30, 2)
+
+
+@pytest.mark.parametrize("batch", ["ragged", "sequence"])
+@pytest.mark.parametrize("kind", ["product", "sum", "columns"])
+def test_rows_of_hashed_ids(kind: str, batch: str) -> None:
+    check(Case([HASHED], columns_of(kind, 16, 2), kind == "product", ["adagrad"] * 2, [False] * 2, batch))
+
+
+def test_an_id_whose_first_hash_is_in_the_incomplete_run() -> None:
+    value, modulus = value_that_is_hashed_again()
+    table = Table([Digit(1, 3, (1, 2)), Digit(1, modulus, (0, 0))], value, max_id=2**63 - 1)
+    case = Case([table], [range(4)] * 2, True, ["sgd"] * 2, [False] * 2, "single", num_bags=1)
+    fused, side = Fused(case, Side(case)), Side(case)
+    batch = draw_batch(case, 0)
+    batch.ids = [[[value]]]
+    rows = [row - first for row, (first, _) in zip(table.rows(value), table.windows, strict=True)]
+    expected = side.weights[0][0][rows[0]] * side.weights[1][0][rows[1]]
+    torch.testing.assert_close(fused.outputs(batch)[0], expected.float())
 
 
 @pytest.mark.parametrize("make", [more_rows_than_ids, rows_further_down])

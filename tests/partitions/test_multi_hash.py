@@ -59,25 +59,26 @@ def test_tables_at_once_give_each_tables_rows(values: list[int], moduli: list[tu
         assert torch.equal(rows[:, i], table.rows(ids[i]))
 
 
-def test_the_second_hash_of_tables_at_once_is_that_of_one_table() -> None:
-    # 2^63 mod m is largest near m = 2^31, so that a second hash is needed for one value in 2^32: keys are chosen for it
+def value_that_is_hashed_again() -> tuple[int, int]:
+    """A value and a modulus near 2^31, whose first hash by keys of 0 lies in the last, incomplete run: one in 2^32."""
     modulus = next(m for m in range(2**31, 1, -1) if 2**63 % m > m // 2)
-    incomplete = 2**63 % modulus
-    assert incomplete < 2**31
-    number, state = 2**63 - 1, 2**64 - 1  # in the incomplete run
-    assert number >= 2**63 - incomplete
-    undone = state
+    state = 2**64 - 1  # the last of all
     for _ in range(2):  # the inverse of SplitMix64's output function
         for shift, multiplier in ((31, 0x94D049BB133111EB), (27, 0xBF58476D1CE4E5B9), (30, None)):
-            part = undone
+            part = state
             for _ in range(3):
-                part = undone ^ (part >> shift)
-            undone = part if multiplier is None else part * pow(multiplier, -1, 2**64) % 2**64
-        undone = (undone - 0x9E3779B97F4A7C15) % 2**64
-    assert splitmix64(splitmix64(undone)) == state
-    value = torch.tensor([undone - 2**64 if undone >= 2**63 else undone])
+                part = state ^ (part >> shift)
+            state = part if multiplier is None else part * pow(multiplier, -1, 2**64) % 2**64
+        state = (state - 0x9E3779B97F4A7C15) % 2**64
+    assert splitmix64(splitmix64(state)) == 2**64 - 1
+    return state - 2**64 if state >= 2**63 else state, modulus
+
+
+def test_the_second_hash_of_tables_at_once_is_that_of_one_table() -> None:
+    value, modulus = value_that_is_hashed_again()
     zero = torch.tensor([[0]])
-    assert rows_by_keys(value, zero, zero, torch.tensor([[modulus]])).tolist() == [[(splitmix64(state) >> 1) % modulus]]
+    row = rows_by_keys(torch.tensor([value]), zero, zero, torch.tensor([[modulus]]))
+    assert row.tolist() == [[(splitmix64(2**64 - 1) >> 1) % modulus]]
 
 
 def test_hashes_and_tables_are_independent() -> None:

@@ -66,7 +66,6 @@ def test_an_optimizer_that_the_pass_lacks_leaves_what_torch_updates() -> None:
     [
         ({"composition": PathLinear()}, "path_linear does not compose column by column"),
         ({"composition": "weighted_sum"}, "the kernels have no formula of weighted_sum"),
-        ({"partition": MultiHash(NUM_IDS, num_buckets=50)}, "rows of multi_hash are not digits of ids"),
         ({"pooling": "max"}, "pooling is max"),
         ({"embedding_dim": 6}, "a number of columns is no multiple of 4"),
     ],
@@ -75,6 +74,16 @@ def test_what_training_would_refuse_is_not_planned(settings: dict[str, Any], rea
     assert kernels("adagrad", device, **settings)
     with pytest.raises(UserError, match=f"'clicks' has kernel='fused'.*because {reason}; give it kernel='auto'"):
         kernels("adagrad", device, **settings, kernel="fused")
+
+
+def test_hashes_of_ids_are_looked_up_in_one_pass_on_a_cpu_alone() -> None:
+    hashed = MultiHash(NUM_IDS, num_buckets=50)
+    assert kernels("adagrad", "cpu-256gb", partition=hashed, kernel="fused")
+    with pytest.raises(UserError, match="rows of multi_hash are hashes of ids, which the kernels for GPUs do not"):
+        kernels("adagrad", partition=hashed, kernel="fused")
+    assert kernels("adagrad", partition=hashed)
+    with pytest.raises(UserError, match="rows of multi_hash are not digits of ids"):
+        kernels("adagrad", "cpu-256gb", partition=MultiHash(NUM_IDS, moduli=[2, 2**31 + 1]), kernel="fused")
 
 
 @pytest.mark.parametrize("bag", [1.0, 10.0])

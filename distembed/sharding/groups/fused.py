@@ -1,9 +1,9 @@
 """One pass for a whole lookup: ids are mapped, looked up, composed and pooled together, and rows updated backward.
 
 It takes the place of the other kinds where all conditions of :func:`reason_not_fused` hold: tables on a CPU, or on a
-GPU with ``kernel="fused"``; partitions that are digits of ids; a product, sum or concatenation; sums over bags; and an
-optimizer that the kernels have (:mod:`distembed.kernels`). FBGEMM's tables keep the weights and the states, so that
-names and checkpoints do not differ.
+GPU with ``kernel="fused"``; partitions that are digits of ids or, on a CPU, of their hashes; a product, sum or
+concatenation; sums over bags; and an optimizer that the kernels have (:mod:`distembed.kernels`). FBGEMM's tables keep
+the weights and the states, so that names and checkpoints do not differ.
 """
 
 import math
@@ -203,8 +203,11 @@ def reason_not_fused(table_slice: TableSlice, device_kind: str, optimizer: str |
     table = table_slice.table
     if device_kind != "cpu" and table.kernel != "fused":
         return "the tables are on a GPU, on which it has not been measured to be faster"
-    if table.scheme.digits() is None:
+    digits = table.scheme.digits()
+    if digits is None:
         return f"rows of {table.scheme.name} are not digits of ids"
+    if device_kind != "cpu" and any(digit.keys is not None for digit in digits):
+        return f"rows of {table.scheme.name} are hashes of ids, which the kernels for GPUs do not compute"
     if type(table.combine) not in _COMPOSED:
         return f"the kernels have no formula of {table.combine.name}"
     if table.function_tables() or columns_of_partitions(table_slice) is None:
