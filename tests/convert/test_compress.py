@@ -16,7 +16,9 @@ from distembed.serving.convert.code_run import CodedRun, CodeOptions, compress_t
 from distembed.serving.model_folder.reading import read_manifest
 from distembed.training.trained_run import find_trained_run
 from tests.criteo_runs import criteo_run
+from tests.serving.test_recommender_rows import session_datasets, session_run
 from tests.small_runs import call, train_small, write_dataset
+from tests.training.test_recommenders import write_config
 
 NAIVE = "embedding.default.partition=naive"
 
@@ -153,6 +155,30 @@ def test_rare_and_never_seen_values_share_their_codes(tmp_path: Path) -> None:
     rare = codes[2:][counts < 6]
     assert len(rare) and (rare == rare[0]).all()
     assert len({tuple(row) for row in codes[2:][counts >= 6].tolist()}) > 1
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["untied", "ranking", "rating"])
+def test_items_of_recommenders_are_coded(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, kind: str) -> None:
+    if kind == "untied":  # a table of items for the input, and another one for the output
+        datasets, model = session_datasets(tmp_path_factory), {"name": "sasrec", "dropout": 0.0, "tied": False}
+        call(
+            "train", write_config(tmp_path / "c.yaml", "softmax", datasets, model=model), "--run-dir", tmp_path / "run"
+        )
+        run = tmp_path / "run"
+    else:
+        run = session_run(tmp_path_factory, kind)
+    coded = compressed(run, tmp_path / "codes", bits_per_id=4, scheme="product", min_count=2)
+    assert set(coded.shapes) == ({"item", "item_output"} if kind == "untied" else {"user", "item"})
+    counted = json.loads(call("describe", tmp_path / "codes" / "config.yaml", "--json"))["embedding_bytes"]
+    assert counted == coded.table_bytes
+    found = json.loads(call("evaluate", tmp_path / "codes", "--json"))
+    if kind == "ranking":  # so many items have equal scores that a list of the best is one of many
+        assert 0 < found["ndcg@10"] < 1
+        return
+    call("export", tmp_path / "codes", "--output", tmp_path / "model")
+    parity = read_manifest(tmp_path / "model").parity
+    assert parity.metric is not None and parity.exported == pytest.approx(found[parity.metric], abs=1e-5)
 
 
 @pytest.mark.parametrize("fails", [KeyboardInterrupt, UserError("no")])
