@@ -77,12 +77,12 @@ class PackedRows:
         if isinstance(ids, torch.Tensor):
             words = self.words
         else:  # torch.fx traces it: no device is known yet
-            words = self.words.to(ids)
+            words = self.words.to(ids.device)
+        # pair i is words i and i + 1, read as one integer whose lower half is word i
+        pairs = words.as_strided((len(self.words) - 1, 2), (1, 1))
         first_bits = places * self.bits
-        first_words = first_bits >> 5
-        low = torch.take(words, first_words).long() & 0xFFFFFFFF
-        high = torch.take(words, first_words + 1).long() << _WORD_BITS
-        return ((high | low) >> (first_bits & 31)) & ((1 << self.bits) - 1)
+        read = torch.nn.functional.embedding(first_bits >> 5, pairs).view(torch.int64).squeeze(-1)
+        return (read >> (first_bits & 31)) & ((1 << self.bits) - 1)
 
     def first(self, num_ids: int, dtype: torch.dtype = torch.int64) -> Tensor:
         """Returns the rows of the first ids, unpacked."""
