@@ -54,12 +54,13 @@ def read_lines(path: Path, most: int | None = None) -> list[bytes]:
         return list(islice(file, most))
 
 
-def run_distembed(*arguments: object) -> None:
-    """Runs a command of distembed; ends the bench with the command's output if the command fails."""
+def run_distembed(*arguments: object) -> str:
+    """Runs a command of distembed and returns its output; ends the bench with it if the command fails."""
     command = [sys.executable, "-m", "distembed", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         raise SystemExit(f"distembed {' '.join(command[3:])}\n{done.stdout}{done.stderr}")
+    return done.stdout
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,11 @@
     OMP_NUM_THREADS=1 python tools/bench_quality.py train.tsv.gz --seeds 5 --jobs 2 --only "(4|60)$"
     OMP_NUM_THREADS=1 python tools/bench_quality.py train.tsv.gz --seeds 3 --jobs 2 --only "^[^,]*, (full|product, 4)$"
     OMP_NUM_THREADS=1 python tools/bench_quality.py train.tsv.gz --seeds 3 --jobs 2 --only "two hashes"
+    OMP_NUM_THREADS=1 python tools/bench_quality.py train.tsv.gz --seeds 3 --jobs 2 --only "^DLRM, (full|codes.*)$"
     python tools/bench_quality.py train.tsv.gz --search 6 --only "^[^,]*, full$"
 
-The second command trains every click model with full and with quotient-remainder tables. ``--search`` looks for
-settings by the validation split instead: trials of Optuna's TPE.
+The second command trains every click model with full and with quotient-remainder tables. The fourth one compresses
+trained full tables to codes. ``--search`` looks for settings by the validation split instead: trials of Optuna's TPE.
 
 Rows are split 0.8/0.1/0.1 in time order and trained on for one epoch with ``configs/criteo_sample.yaml``, or with the
 configs in ``configs/criteo_sample/``, one a scheme.
@@ -43,6 +44,8 @@ _SCHEMES = {
 }
 _SOFT_ONE_HOT = {"instead": ("soft_one_hot", "soft_one_hot"), "beside": ("soft_one_hot_beside", "both")}
 """DLRM's config and DCN's ``model.dense``, for soft one-hot vectors instead of the numbers or in addition to them."""
+_CODES = {38: "95900B", 63: "57800B", 150: "24300B"}
+"""Budget of the tables of ``distembed compress``, by how many times smaller the full tables become."""
 _MISSING = {"": "zero", ", missing kept": "keep"}
 _CLICK_MODELS = {
     "DLRM": [],
@@ -87,11 +90,12 @@ def multi_hash(composition: str, collisions: int) -> list[str]:
 
 
 class Variant(NamedTuple):
-    """A config with settings, and whether missing integers of the rows are 0 (``zero``) or null (``keep``)."""
+    """A config with settings, whether missing integers are 0 (``zero``) or null (``keep``), and a budget of codes."""
 
     config: Path
     settings: list[str]
     missing: str = "zero"
+    budget: str | None = None
 
 
 VARIANTS: dict[str, Variant] = (
@@ -100,6 +104,7 @@ VARIANTS: dict[str, Variant] = (
         "DLRM, full, fp32": Variant(_BASE, ["train.precision=fp32"]),
         "DLRM, product, 4, fp32": Variant(_PRODUCT, ["train.precision=fp32"]),
     }
+    | {f"DLRM, codes, {times}": Variant(_BASE, [], budget=budget) for times, budget in _CODES.items()}
     | {f"{name}, full": Variant(_BASE, settings) for name, settings in _CLICK_MODELS.items()}
     | {f"{name}, product, 4": Variant(_PRODUCT, settings) for name, settings in _CLICK_MODELS.items()}
     | {
@@ -126,20 +131,24 @@ VARIANTS: dict[str, Variant] = (
 
 
 def train(variant: str, datasets: Path, runs: Path, seed: int) -> dict[str, Any]:
-    """Trains with one seed, and returns the run's record and evaluation."""
-    config, settings, missing = VARIANTS[variant]
+    """Trains with one seed, compresses the run to codes if it has a budget, and returns its record and evaluation."""
+    config, settings, missing, budget = VARIANTS[variant]
     run = runs / str(seed)
     run_settings = [f"data.path={datasets / missing}", f"train.seed={seed}", *settings]
     run_distembed("train", config, *run_settings, "--run-dir", run)
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     last = [line for line in lines if line["kind"] == "train"][-1]
     record = json.loads((run / "run.json").read_text()) | json.loads((run / "evaluation.json").read_text())
+    if budget is not None:
+        coded = runs / f"{seed}-codes"
+        run_distembed("compress", run, coded, "--budget", budget)
+        record = json.loads((coded / "run.json").read_text()) | json.loads(run_distembed("evaluate", coded, "--json"))
     return record | {"samples_per_second": last["samples"] / last["seconds"]}
 
 
 def search(variant: str, datasets: Path, folder: Path, trials: int) -> None:
     """Looks for settings of a variant by the validation split, and prints the command's table of runs."""
-    config, settings, missing = VARIANTS[variant]
+    config, settings, missing, _ = VARIANTS[variant]
     space = [values for values in _SEARCH if "dropout" not in values or not variant.startswith(("DLRM", "DCN,"))]
     fixed = [setting for setting in settings if setting.startswith("model=")]
     data = [f"data.path={datasets / missing}", "data.test=null"]
@@ -152,7 +161,7 @@ def search(variant: str, datasets: Path, folder: Path, trials: int) -> None:
 def summarise(variant: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns the results of one variant: means and standard deviations over seeds, and values by seed."""
     row = {"variant": variant, "seeds": len(runs), "parameters": runs[0]["parameters"]}
-    row |= {"embedding_parameters": runs[0]["embedding_parameters"]}
+    row |= {key: runs[0][key] for key in ("embedding_parameters", "embedding_bytes")}
     row |= {"samples_per_second": statistics.median(run["samples_per_second"] for run in runs)}
     by_metric = {key: [run[key] for run in runs] for key in ("auc", "logloss")}
     for key, values in by_metric.items():
@@ -183,10 +192,11 @@ def main() -> None:
                 train_seed = partial(train, variant, datasets, Path(folder) / f"runs-{number}")
                 runs = list(pool.map(train_seed, range(options.seeds)))
                 rows.append(summarise(variant, runs))
-    table = Table("variant", "parameters", "in tables", "samples/s", "test AUC", "test logloss")
+    table = Table("variant", "parameters", "in tables", "bytes", "samples/s", "test AUC", "test logloss")
     for row in rows:
         metrics = map(mean_and_deviation, (row["auc_of_seed"], row["logloss_of_seed"]))
-        counts = (f"{row[key]:,.0f}" for key in ("parameters", "embedding_parameters", "samples_per_second"))
+        columns = ("parameters", "embedding_parameters", "embedding_bytes", "samples_per_second")
+        counts = (f"{row[key]:,.0f}" for key in columns)
         table.add_row(row["variant"], *counts, *metrics)
     Console(width=120).print(table)
     print(json.dumps(rows, indent=2))
