@@ -9,7 +9,7 @@
     OMP_NUM_THREADS=1 python tools/bench_quality.py train.tsv.gz --seeds 3 --jobs 2 --only "^DLRM, (full|codes.*)$"
     python tools/bench_quality.py train.tsv.gz --search 6 --only "^[^,]*, full$"
 
-The second command trains every click model with full and with quotient-remainder tables. The fourth one compresses
+The second command trains every click model with full and with quotient-remainder tables. The fifth one compresses
 trained full tables to codes. ``--search`` looks for settings by the validation split instead: trials of Optuna's TPE.
 
 Rows are split 0.8/0.1/0.1 in time order and trained on for one epoch with ``configs/criteo_sample.yaml``, or with the
