@@ -52,7 +52,7 @@ from distembed.composition import COMPOSITIONS, Composition, PathMLP
 from distembed.embedding.batches import with_ids
 from distembed.embedding.ids import IdMapper
 from distembed.embedding.settings import LookupKernel
-from distembed.partitions import ChineseRemainder, MixedRadix, Naive, Partition, QuotientRemainder, Remainder
+from distembed.partitions import ChineseRemainder, MixedRadix, MultiHash, Naive, Partition, QuotientRemainder, Remainder
 from distembed.planning import Workload, make_plan
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 
@@ -196,6 +196,10 @@ def contenders(optimizer: str = ROW_WISE) -> dict[str, Contender]:
     by_name["quotient-remainder, product, FBGEMM's lookups"] = make(quotient_remainder, product, kernel="fbgemm")
     by_name["mixed radix of 3, product"] = make(MixedRadix(NUM_IDS, num_partitions=3), product)
     by_name["Chinese remainder of 2, product"] = make(ChineseRemainder(NUM_IDS), product)
+    for label, kernel in (("two hashes, product", "auto"), ("two hashes, product, FBGEMM's lookups", "fbgemm")):
+        by_name[label] = make(MultiHash(NUM_IDS, collisions=2 * COLLISIONS), product, kernel=kernel)
+    three = MultiHash(NUM_IDS, collisions=2 * COLLISIONS, num_partitions=3)
+    by_name["two hashes, weighted by a third"] = make(three, COMPOSITIONS["weighted_sum"]())
     return by_name
 
 
