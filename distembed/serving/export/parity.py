@@ -262,8 +262,7 @@ class RecommendedCheck(ParityCheck[RecommendingModel | TowerModel]):
             )
         differences = _differences(exported, trained)
         if self.precision == "fp32":
-            scale = trained.scores.abs().clamp(min=1)
-            relative = torch.where(trained.scores.isfinite(), differences / scale, differences)
+            relative = _relative(differences, trained)
             if relative.numel() and relative.max() > MOST_DIFFERENCE:
                 row = int(relative.amax(1).argmax())
                 raise RunError(
@@ -279,9 +278,13 @@ class RecommendedCheck(ParityCheck[RecommendingModel | TowerModel]):
         name = f"ndcg@{self.model.num_best}"
         values: tuple[list[Tensor], list[Tensor]] = ([], [])
         for batch in self._split_batches(rows, most_rows):
-            relevant = _relevant(batch)
-            for batch_metrics, best in zip(values, (self._best(batch), self._trained_best(batch)), strict=True):
-                batch_metrics.append(metrics.by_query(_ranks(best, relevant), relevant.lengths().long()))
+            relevant, both = _relevant(batch), (self._best(batch), self._trained_best(batch))
+            lengths = relevant.lengths().long()
+            of_exported, of_trained = (metrics.by_query(_ranks(best, relevant), lengths) for best in both)
+            # items that share a vector have equal scores, and each model may list others of them
+            is_equal = (_relative(_differences(*both), both[1]) <= MOST_DIFFERENCE).all(1)
+            values[0].append(torch.where(is_equal.unsqueeze(1), of_trained, of_exported))
+            values[1].append(of_trained)
         exported, trained = (metrics.means(torch.cat(model_metrics).numpy())[name] for model_metrics in values)
         require_close_metric(f"NDCG@{self.model.num_best}", rows.split, (exported, trained), self.precision)
         return name, exported, trained
@@ -362,6 +365,11 @@ def _differences(exported: _Best, trained: _Best) -> Float[Tensor, "rows best"]:
     # padding has the score -inf: -inf less -inf is NaN where both are padding, and infinite where one is
     is_padding = (exported.items == -1) & (trained.items == -1)
     return torch.where(is_padding, 0.0, differences.nan_to_num(torch.inf, torch.inf))
+
+
+def _relative(differences: Float[Tensor, "rows best"], trained: _Best) -> Float[Tensor, "rows best"]:
+    """Returns differences of scores divided by the trained model's scores, where these are above 1."""
+    return torch.where(trained.scores.isfinite(), differences / trained.scores.abs().clamp(min=1), differences)
 
 
 def _shown(best: _Best, row: int) -> str:
