@@ -38,11 +38,14 @@ def cases(draw: st.DrawFn) -> Case:
     dim = draw(st.sampled_from(DIMS))
     k = draw(st.integers(1, min(3, dim // 4) if kind == "columns" else 3))
     divisors, moduli = st.sampled_from(BORDERS + PRIMES), st.sampled_from((None, 5, 10, 1000) + BORDERS + PRIMES)
+    key = st.integers(-(2**63), 2**63 - 1)
+    hashed = st.builds(Digit, st.just(1), st.sampled_from((1, 2, 97, 1000)), st.tuples(key, key))
+    digits = st.builds(Digit, divisors, moduli, st.none()) | hashed
     tables = draw(
         st.lists(
             st.builds(
                 Table,
-                st.lists(st.builds(Digit, divisors, moduli), min_size=k, max_size=k),
+                st.lists(digits, min_size=k, max_size=k),
                 st.sampled_from(CENTRES) | st.integers(0, 2**62),
                 st.integers(1, 2),
             ),
