@@ -122,8 +122,8 @@ def main() -> None:
             results.append(
                 {"model": title, "times": times, "auc": by_seed, "error": error, "speeds": speeds, "peer": settings}
             )
+            print(json.dumps(results[-1]), flush=True)
     Console(width=120).print(table)
-    print(json.dumps(results, indent=2))
     write_output(options, results)
 
 
