@@ -102,10 +102,11 @@ def add_the_missing_module() -> None:
 
 
 def constraints(sharding_type: str) -> dict[str, ParameterConstraints]:
-    """Every table placed in this way; paths, whose vectors are not cut by columns, as a whole."""
+    """Every table placed in this way; paths and weighted sums, which are not cut by columns, as a whole."""
     by_table = {}
     for table in configs("plain") + configs("weighted"):
-        kind = "table_wise" if "path" in table.name and "column" in sharding_type else sharding_type
+        is_whole = "path" in table.name or "weighted_sum" in table.name
+        kind = "table_wise" if is_whole and "column" in sharding_type else sharding_type
         by_table[table.name] = ParameterConstraints(sharding_types=[kind], min_partition=table.embedding_dim // 2)
     return by_table
 

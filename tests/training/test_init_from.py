@@ -127,8 +127,8 @@ def check_vectors(earlier: Blueprint, old: Whole, blueprint: Blueprint, taken: W
             ]
             vectors.append(each.combine.embed(weights, each.scheme.rows(torch.arange(each.num_embeddings))))
         assert torch.equal(vectors[0], vectors[1][: table.num_embeddings]), table.name
-        distinct = grown.num_embeddings if grown.scheme.is_complementary() else grown.scheme.num_rows[0]
-        assert len(vectors[1].unique(dim=0)) == distinct, table.name
+        distinct = grown.num_embeddings / grown.scheme.ids_per_row
+        assert len(vectors[1].unique(dim=0)) == pytest.approx(distinct), table.name
 
 
 @pytest.mark.thorough
