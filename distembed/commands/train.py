@@ -203,7 +203,7 @@ def compress_command(
     seed: Annotated[int, typer.Option(help="Seed of the first centroids of k-means.")] = 0,
     data: DataOption = None,
     checkpoint: CheckpointOption = None,
-    overwrite: Annotated[bool, typer.Option(help="Replace OUT if it is a run.")] = False,
+    overwrite: Annotated[bool, typer.Option(help="Replace OUT if it is a run of codes.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Store a trained run's tables as codes of a few vectors, without training: a run that serves in less memory."""

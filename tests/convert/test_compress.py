@@ -225,3 +225,22 @@ def test_a_run_of_codes_and_a_folder_that_is_there_are_refused(full_run: Path, t
     found = json.loads(call("compress", full_run, tmp_path / "codes", "--bits-per-id", "4", "--overwrite", "--json"))
     assert found["bytes"] == sum(table["compositional_bytes"] for table in found["tables"])
     assert {table["codes"] for table in found["tables"]} <= {"one 1 x 16", None}
+
+
+def test_no_trained_run_is_overwritten(run: Path, full_run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "outer" / "run")
+    shutil.copy(run / "run.json", tmp_path / "outer" / "run.json")
+    shutil.copytree(full_run, tmp_path / "other")
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "outer" / "run")
+    refusals = {
+        tmp_path / "outer" / "run": "is an input too",
+        link: "is an input too",
+        tmp_path / "outer": "lies inside the output",
+        tmp_path / "other": "is a run that `distembed compress` did not make",
+    }
+    before = sorted(file for file in tmp_path.rglob("*") if file.name != ".lock")
+    for output, message in refusals.items():
+        with pytest.raises(UserError, match=message):
+            compressed(tmp_path / "outer" / "run", output, bits_per_id=5, overwrite=True)
+    assert sorted(file for file in tmp_path.rglob("*") if file.name != ".lock") == before

@@ -31,7 +31,7 @@ from distembed.base.names import one_of
 from distembed.base.ranks import Ranks, choose_device, process_group
 from distembed.base.units import format_bytes
 from distembed.data.dataset.manifest import Manifest
-from distembed.data.prepare.staging import staged_folder
+from distembed.data.prepare.staging import require_outside, staged_folder
 from distembed.embedding.collections import embedding_modules
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.embedding.settings import TableConfig
@@ -55,6 +55,7 @@ from distembed.training.build import Blueprint
 from distembed.training.config import Config
 from distembed.training.inference import evaluate_split, load_training_state
 from distembed.training.resume import load_run_config
+from distembed.training.run_folder.folder import RunFolder
 from distembed.training.run_folder.record import read_json_object
 from distembed.training.start import require_splits
 from distembed.training.trained_run import TrainedRun
@@ -146,13 +147,17 @@ def compress_to_codes(
         say: Prints a line of progress.
 
     Raises:
-        UserError: The run is of codes already, no codes keep the budget or the loss, or the folder exists.
+        UserError: The run is of codes already, no codes keep the budget or the loss, the folder exists, or it is to be
+            replaced and holds the run, its dataset, or a run that was trained.
         RunError: A file cannot be written.
     """
     made = read_json_object(run.folder / _MARKER).get(CODES)
     if made is not None:
         from_run = f", {made['source']}" if isinstance(made, dict) and "source" in made else ""
         raise UserError(f"{run.folder} is of codes already; compress the run that it was made of{from_run}.")
+    require_outside([run.folder, run.config.data.require_path(), run.dataset], output)
+    if options.overwrite:
+        _require_replaceable(output)
     coder = _Coder(run, options)
     with staged_folder(output, overwrite=options.overwrite, kind=_KIND, marker=_MARKER) as folder:
         write = partial(coder.write, name=output.name)
@@ -162,6 +167,22 @@ def compress_to_codes(
             return write(coder.options_of_bits(options.bits_per_id), folder)
         assert options.budget_bytes is not None
         return write(coder.sizes(options.budget_bytes).within(options.budget_bytes), folder)
+
+
+def _require_replaceable(output: Path) -> None:
+    """Refuses to replace a run that was trained, or is trained now; other folders are left to ``staged_folder``.
+
+    Raises:
+        UserError: The folder holds a run that ``distembed compress`` did not make, or another process trains into it.
+    """
+    if not (output / _MARKER).is_file():
+        return
+    if CODES not in read_json_object(output / _MARKER):
+        raise UserError(
+            f"{output} is a run that `distembed compress` did not make, so --overwrite does not replace it; name "
+            "another output, or remove it yourself."
+        )
+    RunFolder(output).require_free()
 
 
 @dataclass(frozen=True)
