@@ -2,11 +2,14 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from distembed.commands.shared import ConfigArgument, OverridesArgument, console, note, say
+
+if TYPE_CHECKING:
+    from distembed.serving.convert.code_options import SchemeChoice
 
 app = typer.Typer()
 
@@ -198,7 +201,8 @@ def compress_command(
         ),
     ] = "auto",
     min_count: Annotated[
-        int, typer.Option("--min-count", help="Ids that occur less often in training share their codes.")
+        int,
+        typer.Option("--min-count", help="Ids whose count in the dataset's vocabulary is lower share their codes."),
     ] = 6,
     seed: Annotated[int, typer.Option(help="Seed of the first centroids of k-means.")] = 0,
     data: DataOption = None,
@@ -213,12 +217,11 @@ def compress_command(
 
     one_of("--to", to, ("codes",))
     budget_bytes = None if budget is None else parse_bytes("--budget", budget)
-    from distembed.serving.convert.code_run import CodeOptions, compress_to_codes
+    from distembed.serving.convert.code_options import CodeOptions
+    from distembed.serving.convert.code_run import compress_to_codes
 
-    kinds: Any = {"scheme": scheme}  # CodeOptions checks it
-    options = CodeOptions(
-        budget_bytes, bits_per_id, max_loss, min_count=min_count, seed=seed, overwrite=overwrite, **kinds
-    )
+    chosen = cast("SchemeChoice", scheme)  # CodeOptions checks it
+    options = CodeOptions(budget_bytes, bits_per_id, max_loss, chosen, min_count, seed, overwrite)
     trained = find_trained_run(run, data, checkpoint=checkpoint)
     coded = compress_to_codes(trained, output, options, note)
     if as_json:
@@ -226,9 +229,9 @@ def compress_command(
         return
     from distembed.serving.convert.run_start import error_table
 
-    console.print(error_table(coded.errors))
+    console.print(error_table(coded.errors, coded.codes_of))
     say(f"tables: {format_bytes(coded.table_bytes)} with codes, {coded.compression:.1f}x less than full ones")
     if coded.metric is not None:
-        name, before, after = coded.metric
-        say(f"validation: {name} {after:.6f}, before {before:.6f}")
+        metric = coded.metric
+        say(f"{metric.split}: {metric.name} {metric.after:.6f}, before {metric.before:.6f}")
     say(f"run {output}")

@@ -244,6 +244,11 @@ def _keys(assignments: Sequence[Tensor], num_rows: Sequence[int]) -> NDArray[np.
     return keys
 
 
+def forget_files() -> None:
+    """Frees the schemes of files that :meth:`Explicit.from_settings` has read and no model uses."""
+    _read.cache_clear()
+
+
 @lru_cache(maxsize=64)
 def _read(
     num_embeddings: int, path: Path, columns: tuple[str, ...], allow_collisions: bool, modified_ns: int

@@ -98,7 +98,7 @@ def choose_dataset(run: Path, config: Config, data: str | None, needs_rows: bool
     dataset = config.data.require_path() if data is None else config.data.local_folder(data)
     if not Path(dataset).exists():
         raise UserError(f"the dataset {dataset} of {run} is not here; say where it is with --data.")
-    if not _is_of_same_ids(run, dataset, kept_folder):
+    if not is_of_same_ids(run, dataset):
         raise UserError(
             f"the ids of {dataset} stand for other values than those of the dataset that {run} was trained on, so its "
             "predictions would mean nothing. Use the dataset it was trained on, or one with the same tables, "
@@ -126,8 +126,9 @@ def require_same_labels(before: Schema, now: Schema, folder: Path) -> None:
         )
 
 
-def _is_of_same_ids(run: Path, dataset: str, kept_folder: Path | None) -> bool:
+def is_of_same_ids(run: Path, dataset: str) -> bool:
     """Returns whether a dataset's ids stand for the values that a run was trained on."""
+    kept_folder = kept_dataset(run)
     trained_on, manifest = read_json_object(run / "run.json").get("id_fingerprint"), Manifest.load(dataset)
     if trained_on is None or id_fingerprint(dataset, manifest) == trained_on:
         return True

@@ -253,7 +253,8 @@ def require_trainable(config: Config, dataset: str, resume: bool = False) -> Non
     require_splits(dataset, splits)
     require_labels(config.task, dataset, [name for name in splits.values() if name is not None])
     if config.train.compares_evaluations and not resume:
-        _require_comparable(config, Manifest.load(dataset))
+        assert config.data.validation is not None
+        require_comparable(config.task, Manifest.load(dataset), config.data.validation)
 
 
 def require_splits(dataset: str, splits: Mapping[str, str | None]) -> None:
@@ -297,15 +298,28 @@ def require_labels(task: TaskConfig, dataset: str, splits: Sequence[str]) -> Non
             task.check_labels(labels.astype(np.float32), f"the column {label!r} of {group}")
 
 
-def _require_comparable(config: Config, manifest: Manifest) -> None:
-    """Refuses a config that compares evaluations if its headline metric is undefined on the validation split.
+_COMPARED = "train.keep_best and train.stop_after_evaluations compare evaluations"
+
+
+def require_comparable(
+    task: TaskConfig, manifest: Manifest, name: str, compared: str = _COMPARED, remedy: str = "Leave both out"
+) -> None:
+    """Refuses to compare models by a task's headline metric where it is undefined on the validation split.
 
     For example, all rows have the same label. The reasons are read from the manifest.
+
+    Args:
+        task: The task.
+        manifest: The dataset's manifest.
+        name: The validation split.
+        compared: Names the settings that compare, for the error.
+        remedy: Says how to do without a comparison.
+
+    Raises:
+        UserError: The metric is undefined.
     """
-    name, task = config.data.validation, config.task
     if isinstance(task, NextItemConfig) and task.headline_is_sampled:
-        _require_enough_items(task, manifest)
-    assert name is not None
+        _require_enough_items(task, manifest, compared)
     split = manifest.splits[name]
     if split.num_rows == 0:
         fault = "has no rows"
@@ -318,8 +332,8 @@ def _require_comparable(config: Config, manifest: Manifest) -> None:
     else:
         return
     raise UserError(
-        f"train.keep_best and train.stop_after_evaluations compare evaluations by the task's headline metric, which is "
-        f"not defined where data.validation is {name!r}: it {fault}. Leave both out, or name a split that defines it."
+        f"{compared} by the task's headline metric, which is not defined where data.validation is {name!r}: it "
+        f"{fault}. {remedy}, or name a split that defines it."
     )
 
 
@@ -336,7 +350,7 @@ def _fault_of_label(task: MultiConfig, split: Split, schema: Schema) -> str | No
     return None
 
 
-def _require_enough_items(task: NextItemConfig, manifest: Manifest) -> None:
+def _require_enough_items(task: NextItemConfig, manifest: Manifest, compared: str) -> None:
     """Refuses a headline metric that ranks each target among more other items than the dataset has."""
     items = next((feature for feature in manifest.schema.categorical if feature.name == ITEM), None)
     if items is None:
@@ -344,8 +358,8 @@ def _require_enough_items(task: NextItemConfig, manifest: Manifest) -> None:
     num_other_items = max(items.num_embeddings - len(reserved_ids(manifest, ITEM)) - 1, 0)
     if task.sampled_candidates > num_other_items:
         raise UserError(
-            f"train.keep_best and train.stop_after_evaluations compare evaluations by task.headline={task.headline!r}, "
-            f"which ranks each target among task.sampled_candidates={task.sampled_candidates} other items, but this "
+            f"{compared} by task.headline={task.headline!r}, which "
+            f"ranks each target among task.sampled_candidates={task.sampled_candidates} other items, but this "
             f"dataset has {num_other_items} other items. Lower task.sampled_candidates to at most {num_other_items}, "
             f"or set task.headline to a metric among all items, such as 'ndcg@{task.cutoffs[-1]}'."
         )

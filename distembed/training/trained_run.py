@@ -11,9 +11,10 @@ import pyarrow.parquet as pq
 
 from distembed.base.errors import UserError
 from distembed.base.files import require_file
+from distembed.data.dataset.kept import kept_dataset
 from distembed.data.dataset.manifest import Manifest
 from distembed.training.config import Config
-from distembed.training.resume import choose_dataset, find_checkpoint, load_run_config
+from distembed.training.resume import choose_dataset, find_checkpoint, is_of_same_ids, load_run_config
 from distembed.training.start import require_labels, require_splits
 
 PREDICTION_FORMATS = {".parquet": pyarrow.parquet.ParquetWriter, ".csv": pyarrow.csv.CSVWriter}
@@ -54,6 +55,33 @@ def find_trained_run(
         require_labels(config.task, dataset, [split])
     find_checkpoint(folder, config, checkpoint)
     return TrainedRun(folder, config, dataset, manifest, checkpoint)
+
+
+def whole_dataset(run: TrainedRun, config: Config) -> tuple[str, Manifest]:
+    """Returns the dataset that describes a run to be made of another one: its folder and its manifest.
+
+    It is the dataset that was given for the other run, or else ``data.path`` of the new run's config, which has the
+    rows too. Where that is not here, or was prepared anew with other ids, it is the part that the other run keeps.
+
+    Args:
+        run: The other run.
+        config: The new run's config.
+
+    Raises:
+        UserError: The new config names another dataset, whose ids stand for other values.
+    """
+    kept_folder = kept_dataset(run.folder)
+    if kept_folder is None or Path(run.dataset) != kept_folder:
+        return run.dataset, run.manifest
+    path = config.data.require_path()
+    if Path(path).exists() and is_of_same_ids(run.folder, path):
+        return path, Manifest.load(path)
+    if Path(path).exists() and path != run.config.data.path:
+        raise UserError(
+            f"data.path is {path}, whose ids stand for other values than those of the dataset that {run.folder} was "
+            "trained on; name a dataset with the same tables, vocabularies and hash."
+        )
+    return run.dataset, run.manifest
 
 
 def require_prediction_file(output: Path, overwrite: bool) -> None:

@@ -1,19 +1,27 @@
 """``distembed compress``: runs of codes hold to their size, and are used as any run is."""
 
+import itertools
 import json
+import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 
 from distembed.base.errors import UserError
-from distembed.serving.convert import StockCheckpoint, code_run
-from distembed.serving.convert.code_run import CodedRun, CodeOptions, compress_to_codes
+from distembed.data.dataset.manifest import Manifest
+from distembed.serving.convert import StockCheckpoint, code_run, code_search
+from distembed.serving.convert.code_options import CodedRun, CodeOptions
+from distembed.serving.convert.code_run import compress_to_codes
+from distembed.serving.convert.run_start import convert
 from distembed.serving.model_folder.reading import read_manifest
+from distembed.training.config import load_config
 from distembed.training.trained_run import find_trained_run
 from tests.criteo_runs import criteo_run
 from tests.serving.test_recommender_rows import session_datasets, session_run
@@ -139,9 +147,11 @@ def test_training_goes_on_from_codes(full_run: Path, tmp_path: Path) -> None:
 def test_the_smallest_codes_within_a_loss_are_found(full_run: Path, tmp_path: Path) -> None:
     loose = compressed(full_run, tmp_path / "loose", max_loss=0.03)
     assert loose.metric is not None
-    name, before, after = loose.metric
-    assert name == "auc" and before == pytest.approx(metrics(full_run, "validation")["auc"])
+    before, after = loose.metric.before, loose.metric.after
+    assert loose.metric.name == "auc" and before == pytest.approx(metrics(full_run, "validation")["auc"])
     assert after == pytest.approx(metrics(tmp_path / "loose", "validation")["auc"]) and before - after <= 0.03
+    made = json.loads((tmp_path / "loose" / "run.json").read_text())["codes"]
+    assert made["metric"] == {"split": "validation", "name": "auc", "before": before, "after": after}
     tight = compressed(full_run, tmp_path / "tight", max_loss=0.001)
     assert tight.table_bytes >= loose.table_bytes and not list(tmp_path.glob(".*"))
 
@@ -205,7 +215,7 @@ def test_an_interrupted_command_leaves_nothing(
         (["--bits-per-id", "6", "--min-count", "-1"], "--min-count is -1"),
         (["--bits-per-id", "6", "--to", "bits"], "--to is 'bits'"),
         (["--max-loss", "nan"], "--max-loss is nan"),
-        (["--budget", "1GB"], "codes make no table of"),
+        (["--budget", "1GB"], "for which no codes are needed: the tables of .* as they are; give less"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(
@@ -244,3 +254,81 @@ def test_no_trained_run_is_overwritten(run: Path, full_run: Path, tmp_path: Path
         with pytest.raises(UserError, match=message):
             compressed(tmp_path / "outer" / "run", output, bits_per_id=5, overwrite=True)
     assert sorted(file for file in tmp_path.rglob("*") if file.name != ".lock") == before
+
+
+def with_dataset(run: Path, copy: Path, dataset: Path) -> Path:
+    """Copies a run whose config names another dataset."""
+    shutil.copytree(run, copy)
+    config = (copy / "config.yaml").read_text()
+    (copy / "config.yaml").write_text(config.replace(str(run.parent / "dataset"), str(dataset)))
+    return copy
+
+
+def test_codes_are_of_the_given_dataset_or_of_one_with_equal_ids(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run.parent / "dataset", tmp_path / "moved")
+    trained = find_trained_run(run, str(tmp_path / "moved"))
+    compress_to_codes(trained, tmp_path / "given", CodeOptions(bits_per_id=4))
+    assert load_config(tmp_path / "given" / "config.yaml").data.path == str(tmp_path / "moved")
+    shutil.rmtree(tmp_path / "moved")
+    for name, other in (
+        ("gone", tmp_path / "not_there"),
+        ("new", write_dataset(tmp_path / "new_dataset", num_ids=500)),
+    ):
+        moved = with_dataset(run, tmp_path / f"{name}_run", other)
+        compressed(moved, tmp_path / name, bits_per_id=4)
+        assert load_config(tmp_path / name / "config.yaml").data.path == str(other)
+        kept = Manifest.load(tmp_path / name / "dataset")
+        assert [own.num_embeddings for own in kept.schema.categorical] == [5, 400, 1000, 50]
+    with pytest.raises(UserError, match="stand for other values"):
+        compressed(tmp_path / "new_run", tmp_path / "no", max_loss=0.1)
+    with pytest.raises(UserError, match="stand for other values"):
+        convert(run, None, [f"data.path={tmp_path / 'new_dataset'}"], tmp_path / "no")
+    assert not (tmp_path / "no").exists()
+
+
+def test_a_metric_that_is_undefined_is_refused(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def only_clicks(split: str, table: pa.Table) -> pa.Table:
+        labels = pa.array(np.ones(len(table), np.int8))
+        return table if split != "validation" else table.set_column(0, "label", labels)
+
+    dataset = write_dataset(tmp_path / "clicks", change=only_clicks)
+    with pytest.raises(UserError, match="--max-loss compares the codes by .* it has only rows whose label is 1. Use"):
+        compressed(with_dataset(run, tmp_path / "run", dataset), tmp_path / "no", max_loss=0.1)
+    monkeypatch.setattr(code_search, "evaluate_split", lambda *_: {"auc": math.nan})
+    with pytest.raises(UserError, match="'auc', which is nan for .* on the split 'validation'"):
+        compressed(run, tmp_path / "no", max_loss=0.1)
+    assert not (tmp_path / "no").exists()
+
+
+def test_run_json_says_how_the_codes_were_made(run: Path, tmp_path: Path) -> None:
+    coded = compressed(run, tmp_path / "codes", bits_per_id=6)
+    made = json.loads((tmp_path / "codes" / "run.json").read_text())["codes"]
+    assert made["source"] == str(run) and made["checkpoint"] == "step-00000003" and made["bits_per_id"] == 6
+    assert made["tables"] == {name: str(shape) for name, shape in coded.shapes.items()} and made["tables"]
+    assert made["kept"]["C1"] == "codes are no smaller" and coded.codes_of("C1") == "kept: codes are no smaller"
+    assert made["counts"]["dataset"] == str(run.parent / "dataset") and len(made["counts"]["id_fingerprint"]) == 64
+
+
+def fails_at(call_number: int, function: Callable[..., Any], error: BaseException) -> Callable[..., Any]:
+    """Returns a function that calls another one, and then raises an error in a call of this number."""
+    calls = itertools.count(1)
+
+    def failing(*arguments: Any, **named: Any) -> Any:
+        returned = function(*arguments, **named)
+        if next(calls) == call_number:
+            raise error
+        return returned
+
+    return failing
+
+
+@pytest.mark.parametrize("call_number, size", [(1, {"bits_per_id": 5}), (2, {"max_loss": 1.0, "scheme": "one"})])
+def test_an_interruption_after_a_checkpoint_or_in_a_trial_leaves_nothing(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call_number: int, size: dict[str, Any]
+) -> None:
+    failing = fails_at(call_number, code_run.write_converted, KeyboardInterrupt())
+    monkeypatch.setattr(code_run, "write_converted", failing)
+    monkeypatch.setattr(code_search, "evaluate_split", lambda *_: {"auc": 0.5})
+    with pytest.raises(KeyboardInterrupt):
+        compressed(run, tmp_path / "codes", **size)
+    assert list(tmp_path.iterdir()) == []

@@ -9,6 +9,7 @@ undo the fit.
 import dataclasses
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ from distembed.training.pipeline import TaskModel
 from distembed.training.run import run_info
 from distembed.training.run_folder.folder import RunFolder, holds_run, require_new_or_resume
 from distembed.training.start import RunStart
-from distembed.training.trained_run import find_trained_run
+from distembed.training.trained_run import find_trained_run, whole_dataset
 
 _FIT_FILE = "fit.json"
 """File in the folder with the error of each table."""
@@ -78,16 +79,14 @@ def convert(
             )
         config = load_config(config_file, list(overrides))
         dataset = config.data.require_path()
-        return write_converted(source, config, dataset, Manifest.load(dataset), output, renamed)
+        return write_converted(source, config, NewRun(output, dataset, Manifest.load(dataset)), renamed)
     if renamed:
         raise UserError("--name is for checkpoints of stock models; a run's modules have the same names.")
     run = find_trained_run(source, None)
     config = load_config(config_file or source / "config.yaml", list(overrides))
-    path = config.data.require_path()
-    # the parts that the run keeps of its dataset are enough, but the output is easier to use with the dataset itself
-    dataset, manifest = (path, Manifest.load(path)) if Path(path).exists() else (run.dataset, run.manifest)
+    new_run = NewRun(output, *whole_dataset(run, config))
     blueprint = Blueprint.for_ranks(run.config, run.manifest.schema, Ranks(0, 1, 1, torch.device("cpu")), {})
-    return write_converted(RunAsStock(source, run.config, blueprint), config, dataset, manifest, output, {})
+    return write_converted(RunAsStock(source, run.config, blueprint), config, new_run)
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -98,15 +97,17 @@ def _pair(text: str) -> tuple[str, str]:
     return ours, theirs
 
 
-def error_table(errors: Sequence[FitError]) -> Table:
-    """Returns the errors as a table for the terminal."""
-    table = Table("table", "ids", "full", "compositional", "variance left", "worst id", "its distance")
+def error_table(errors: Sequence[FitError], codes_of: Callable[[str], str] | None = None) -> Table:
+    """Returns the errors as a table for the terminal; ``codes_of`` describes the codes of a table, by its name."""
+    sizes = ("compositional",) if codes_of is None else ("with codes", "codes")
+    table = Table("table", "ids", "full", *sizes, "variance left", "worst id", "its distance")
     for error in errors:
         table.add_row(
             error.table,
             f"{error.num_embeddings:,}",
             format_bytes(error.full_bytes),
             format_bytes(error.compositional_bytes),
+            *(() if codes_of is None else (codes_of(error.table),)),
             f"{error.variance_left:.2%}",
             f"{error.worst_id:,}",
             f"{error.worst_distance:.3g}",
@@ -114,28 +115,39 @@ def error_table(errors: Sequence[FitError]) -> Table:
     return table
 
 
+@dataclass(frozen=True)
+class NewRun:
+    """The run to write.
+
+    Attributes:
+        folder: Its folder, which holds no run.
+        dataset: The folder of the dataset that describes it, with or without rows.
+        manifest: The manifest of that dataset.
+        kept: Names of tables whose partitions are the converted run's, and are copied with their optimizer states.
+        facts: More values for ``run.json``.
+    """
+
+    folder: Path
+    dataset: str
+    manifest: Manifest
+    kept: Collection[str] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
 def write_converted(
-    source: RunAsStock | Path,
-    config: Config,
-    dataset: str,
-    manifest: Manifest,
-    output: Path,
-    names: Mapping[str, str],
-    kept: Collection[str] = (),
-    facts: Mapping[str, Any] | None = None,
+    source: RunAsStock | Path, config: Config, new: NewRun, names: Mapping[str, str] | None = None
 ) -> list[FitError]:
     """Fits the model of a config to a run or a stock checkpoint, and writes it as a run of no steps.
 
     Args:
         source: The run, or the checkpoint.
-        config: The config of the new run; assignments within the new run's folder are recorded relative to it.
-        dataset: The folder of the dataset.
-        manifest: Its manifest.
-        output: The folder of the new run, which holds no run.
+        config: The config of the new run; assignments within the new run's folder are recorded relative to it. Its
+            ``data.path`` is recorded as it is, wherever the described dataset lies.
+        new: The new run's folder, dataset and tables to copy.
         names: Renamed modules of a stock checkpoint.
-        kept: Names of tables whose partitions are the converted run's, and are copied.
-        facts: More values for ``run.json``.
     """
+    output, dataset, manifest = new.folder, new.dataset, new.manifest
+    data = config.data
     task, seen_items = decided_task(config.task, dataset, manifest, config.data.train)
     config = dataclasses.replace(
         config,
@@ -148,11 +160,11 @@ def write_converted(
     model = _on_cpu(blueprint.build_unsharded())
     tables = [table for _, table in full_table_names(embedding_modules(model)).values()]
     counts = id_occurrences(dataset, manifest, tables)
-    errors = from_stock(model, source, counts, names, _kept_weights(model, source, kept))
+    errors = from_stock(model, source, counts, names, _kept_weights(model, source, new.kept))
     states = _optimizer_states(model, config, source)
     info = run_info(config, RunStart(config, output, manifest, {}, uuid.uuid4().hex, seen_items=seen_items))
-    info |= {"world_size": 1, "device": "cpu", "precision": blueprint.precision, **(facts or {})}
-    in_run = relative_to_run(config, output)
+    info |= {"world_size": 1, "device": "cpu", "precision": blueprint.precision, **new.facts}
+    in_run = relative_to_run(dataclasses.replace(config, data=data), output)
     info["assignments"] = {relative_path(path, output): checksum for path, checksum in info["assignments"].items()}
     with RunFolder(output).open(in_run.to_yaml(), info, 0) as folder:
         keep_dataset(output, dataset, manifest)
