@@ -229,6 +229,9 @@ def compress_command(
         return
     from distembed.serving.convert.run_start import error_table
 
+    if coded.without_states:
+        tables = ", ".join(coded.without_states)
+        note(f"the optimizer states of {tables} begin at 0: training that goes on needs a low learning rate at first.")
     console.print(error_table(coded.errors, coded.codes_of))
     say(f"tables: {format_bytes(coded.table_bytes)} with codes, {coded.compression:.1f}x less than full ones")
     if coded.metric is not None:

@@ -254,7 +254,7 @@ def require_trainable(config: Config, dataset: str, resume: bool = False) -> Non
     require_labels(config.task, dataset, [name for name in splits.values() if name is not None])
     if config.train.compares_evaluations and not resume:
         assert config.data.validation is not None
-        require_comparable(config.task, Manifest.load(dataset), config.data.validation)
+        require_defined_headline(config.task, Manifest.load(dataset), config.data.validation)
 
 
 def require_splits(dataset: str, splits: Mapping[str, str | None]) -> None:
@@ -301,7 +301,7 @@ def require_labels(task: TaskConfig, dataset: str, splits: Sequence[str]) -> Non
 _COMPARED = "train.keep_best and train.stop_after_evaluations compare evaluations"
 
 
-def require_comparable(
+def require_defined_headline(
     task: TaskConfig, manifest: Manifest, name: str, compared: str = _COMPARED, remedy: str = "Leave both out"
 ) -> None:
     """Refuses to compare models by a task's headline metric where it is undefined on the validation split.

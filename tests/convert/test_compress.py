@@ -332,3 +332,16 @@ def test_an_interruption_after_a_checkpoint_or_in_a_trial_leaves_nothing(
     with pytest.raises(KeyboardInterrupt):
         compressed(run, tmp_path / "codes", **size)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("optimizer", ["adagrad", "row_wise_adagrad"])
+def test_kept_tables_keep_their_optimizer_states(run: Path, tmp_path: Path, optimizer: str) -> None:
+    call("train", run.parent / "config.yaml", "train.max_steps=2", f"train.sparse_optimizer.name={optimizer}",
+         "embedding.tables.C2.composition=feature", "--run-dir", tmp_path / "run")  # fmt: skip
+    coded = compressed(tmp_path / "run", tmp_path / "codes", bits_per_id=4)
+    before, after = saved(tmp_path / "run"), saved(tmp_path / "codes")
+    states = [name for name in before if name.startswith("optimizer.") and ("C1__p" in name or "C2__p" in name)]
+    assert len(states) == 3 and coded.kept["C2"] == "several vectors an id"
+    for name in states:
+        assert before[name].count_nonzero() and after[name].equal(before[name]), name
+    assert set(coded.without_states) == set(coded.shapes)

@@ -77,12 +77,14 @@ class CodedRun:
         errors: The distance of each table from the full one, and its bytes.
         shapes: The shape of each coded table's codes, by name.
         kept: Why each of the other tables is as it was, by name.
+        without_states: Names of tables whose optimizer states begin at 0.
         metric: The validation metric; None without ``max_loss``.
     """
 
     errors: Sequence[FitError]
     shapes: Mapping[str, CodeShape]
     kept: Mapping[str, str]
+    without_states: Sequence[str]
     metric: MetricChange | None = None
 
     def to_json(self) -> dict[str, Any]:

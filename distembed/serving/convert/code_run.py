@@ -231,8 +231,8 @@ class _Coder:
         data = config.data if is_own else dataclasses.replace(config.data, path=self.run.dataset)
         config = dataclasses.replace(config, data=data, embedding=dataclasses.replace(config.embedding, tables=tables))
         facts = {"name": name, CODES: self._provenance(shapes, kept)}
-        errors = write_converted(self._source, config, NewRun(folder, self._dataset, self._manifest, kept, facts))
-        return CodedRun(errors, shapes, kept)
+        converted = write_converted(self._source, config, NewRun(folder, self._dataset, self._manifest, kept, facts))
+        return CodedRun(converted.errors, shapes, kept, converted.without_states)
 
     def _provenance(self, shapes: Mapping[str, CodeShape], kept: Mapping[str, str]) -> dict[str, Any]:
         """Returns the origin of the codes for ``run.json``: the run, its checkpoint, the options and the result."""

@@ -19,7 +19,7 @@ from distembed.serving.convert.code_options import CodedRun, MetricChange
 from distembed.serving.convert.code_sizes import Option, TableSizes
 from distembed.training.inference import evaluate_split, load_training_state
 from distembed.training.resume import choose_dataset, load_run_config
-from distembed.training.start import require_comparable, require_labels, require_splits
+from distembed.training.start import require_defined_headline, require_labels, require_splits
 from distembed.training.trained_run import TrainedRun
 
 _COMPARED, _REMEDY = "--max-loss compares the codes", "Use --budget"
@@ -45,7 +45,7 @@ class Validation:
         dataset = choose_dataset(run.folder, run.config, None if is_own else run.dataset)
         require_splits(dataset, {"data.validation": split})
         require_labels(run.config.task, dataset, [split])
-        require_comparable(run.config.task, Manifest.load(dataset), split, _COMPARED, _REMEDY)
+        require_defined_headline(run.config.task, Manifest.load(dataset), split, _COMPARED, _REMEDY)
         return cls(dataset, split)
 
     def headline(self, run: Path, ranks: Ranks, checkpoint: str | None = None) -> Headline:

@@ -46,13 +46,16 @@ class RunAsStock(Mapping[str, Tensor]):
                 self._composed[name] = (table, [f"{_PREFIX}{path}.{weight}" for weight in weights])
         composed = {weight for _, weights in self._composed.values() for weight in weights}
         copied = [key for key in self._saved if key.startswith(_PREFIX) and key not in composed]
-        self._names = [*(key.removeprefix(_PREFIX) for key in copied), *self._composed]
+        self._names = dict.fromkeys([*(key.removeprefix(_PREFIX) for key in copied), *self._composed])
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._composed:
             return self._saved[_PREFIX + name]
         table, weights = self._composed[name]
         return full_vectors(table, [self._saved[weight] for weight in weights])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names  # the mapping's own would compose the table
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -65,6 +68,15 @@ class RunAsStock(Mapping[str, Tensor]):
         if name not in self._composed:
             return None
         return lambda: [self._saved[weight] for weight in self._composed[name][1]]
+
+    def saved_states(self, weight: str) -> dict[str, Tensor]:
+        """Returns the optimizer states of a weight of the run's own model, by ``WEIGHT.STATE``."""
+        beginning = f"optimizer.{_MODEL}"
+        return {
+            key.removeprefix(beginning): self._saved[key]
+            for key in self._saved
+            if key.startswith(f"{beginning}{weight}.")
+        }
 
     def optimizer_state(self, name: str, state: str) -> Tensor | None:
         """Returns the optimizer state of a stock weight, in the order of ids for a table.

@@ -79,14 +79,14 @@ def convert(
             )
         config = load_config(config_file, list(overrides))
         dataset = config.data.require_path()
-        return write_converted(source, config, NewRun(output, dataset, Manifest.load(dataset)), renamed)
+        return write_converted(source, config, NewRun(output, dataset, Manifest.load(dataset)), renamed).errors
     if renamed:
         raise UserError("--name is for checkpoints of stock models; a run's modules have the same names.")
     run = find_trained_run(source, None)
     config = load_config(config_file or source / "config.yaml", list(overrides))
     new_run = NewRun(output, *whole_dataset(run, config))
     blueprint = Blueprint.for_ranks(run.config, run.manifest.schema, Ranks(0, 1, 1, torch.device("cpu")), {})
-    return write_converted(RunAsStock(source, run.config, blueprint), config, new_run)
+    return write_converted(RunAsStock(source, run.config, blueprint), config, new_run).errors
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -134,9 +134,17 @@ class NewRun:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Converted:
+    """A converted run: the error of each table, and names of tables whose optimizer states begin at 0."""
+
+    errors: list[FitError]
+    without_states: list[str]
+
+
 def write_converted(
     source: RunAsStock | Path, config: Config, new: NewRun, names: Mapping[str, str] | None = None
-) -> list[FitError]:
+) -> Converted:
     """Fits the model of a config to a run or a stock checkpoint, and writes it as a run of no steps.
 
     Args:
@@ -161,7 +169,7 @@ def write_converted(
     tables = [table for _, table in full_table_names(embedding_modules(model)).values()]
     counts = id_occurrences(dataset, manifest, tables)
     errors = from_stock(model, source, counts, names, _kept_weights(model, source, new.kept))
-    states = _optimizer_states(model, config, source)
+    states = _optimizer_states(model, config, source, new.kept)
     info = run_info(config, RunStart(config, output, manifest, {}, uuid.uuid4().hex, seen_items=seen_items))
     info |= {"world_size": 1, "device": "cpu", "precision": blueprint.precision, **new.facts}
     in_run = relative_to_run(dataclasses.replace(config, data=data), output)
@@ -173,7 +181,7 @@ def write_converted(
         _write(output, task_model, config, states, steps)
         write_json(output / _FIT_FILE, [error.to_json() for error in errors])
         folder.end("finished", facts={"steps": 0})
-    return errors
+    return Converted(errors, _without_states(model, config, states))
 
 
 def _kept_weights(
@@ -196,16 +204,23 @@ def _on_cpu(model: Model) -> Model:
     return model
 
 
-def _optimizer_states(model: nn.Module, config: Config, source: RunAsStock | Path) -> dict[str, Tensor]:
+def _optimizer_states(
+    model: nn.Module, config: Config, source: RunAsStock | Path, kept: Collection[str]
+) -> dict[str, Tensor]:
     """Returns the optimizer states to carry over from a run, by ``PARAMETER.STATE`` of the converted model.
 
-    They are the states of networks and, under Adagrad, of tables. A stock checkpoint gives none.
+    They are the states of networks, of ``kept`` tables and, under Adagrad, of fitted tables. A stock checkpoint gives
+    none.
     """
     if not isinstance(source, RunAsStock):
         return {}
     states: dict[str, Tensor] = {}
     collections = embedding_modules(model)
     for full_name, (path, table) in full_table_names(collections).items():
+        if table.name in kept:
+            for weight in weight_names_of_table(collections[path], table):
+                states |= source.saved_states(f"{path}.{weight}".lstrip("."))
+            continue
         sums = source.optimizer_state(full_name, "sum")
         if config.train.sparse_optimizer.name != _ADAGRAD or sums is None or sums.dim() != 2:
             continue
@@ -221,6 +236,18 @@ def _optimizer_states(model: nn.Module, config: Config, source: RunAsStock | Pat
             if carried is not None:
                 states[key] = carried
     return states
+
+
+def _without_states(model: nn.Module, config: Config, states: Mapping[str, Tensor]) -> list[str]:
+    """Returns the names of compositional tables that have optimizer states, and for which none are carried over."""
+    if not OPTIMIZERS[config.train.sparse_optimizer.name].states:
+        return []
+    collections = embedding_modules(model)
+    weights = {
+        table.name: tuple(f"{path}.{own}.".lstrip(".") for own in weight_names_of_table(collections[path], table))
+        for path, table in full_table_names(collections).values()
+    }
+    return [name for name, prefixes in weights.items() if not any(key.startswith(prefixes) for key in states)]
 
 
 def _write(output: Path, model: TaskModel, config: Config, states: Mapping[str, Tensor], steps: int) -> None:

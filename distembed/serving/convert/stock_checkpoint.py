@@ -45,6 +45,9 @@ class StockCheckpoint(Mapping[str, Tensor]):
         read_blocks(str(self.path), self._saved, {name: TensorShards.from_value(tensor)})
         return tensor
 
+    def __contains__(self, name: object) -> bool:
+        return name in (self._saved or self._loaded)  # the mapping's own would read the tensor
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._saved or self._loaded)
 
