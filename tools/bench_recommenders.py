@@ -2,10 +2,10 @@
 
 ::
 
-    python tools/bench_recommenders.py mf ../shared/data --seeds 5 --output mf.json
-    python tools/bench_recommenders.py bpr ../shared/data --seeds 5
+    python tools/bench_recommenders.py mf DATA --seeds 5 --output mf.json
+    python tools/bench_recommenders.py bpr DATA --seeds 5
     python tools/bench_recommenders.py ml100k RECBOLE/dataset_example/ml-100k --seeds 5
-    python tools/bench_recommenders.py beauty ../shared/data --seeds 5
+    python tools/bench_recommenders.py beauty DATA --seeds 5
 
 ``mf`` predicts the ratings of MovieLens-1M, and ``bpr`` ranks the items rated 4 or 5, both in the split of SSE's
 authors (files ``movielens1m_mf_train.csv.gz`` and ``movielens1m_mf_test.csv.gz`` of the folder). ``ml100k`` and
