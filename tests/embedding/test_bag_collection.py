@@ -132,7 +132,7 @@ def test_a_config_counts_what_a_module_has(partition: str, composition: str) -> 
     parameters = list(collection.parameters())
     assert all(parameter.is_meta for parameter in parameters)
     assert config.num_parameters == sum(parameter.numel() for parameter in parameters)
-    assert config.memory_bytes == sum(parameter.nbytes for parameter in parameters)
+    assert config.memory_bytes == sum(parameter.nbytes for parameter in parameters) + config.scheme.assignment_bytes
 
 
 @pytest.mark.parametrize(
