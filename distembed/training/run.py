@@ -17,9 +17,10 @@ from distembed.sse.config import graph_fingerprints
 from distembed.tasks import build_task
 from distembed.tasks.seen_items import SEEN_ITEMS
 from distembed.training.build import used_precision
-from distembed.training.config import Config
+from distembed.training.config import Config, relative_path, relative_to_run
 from distembed.training.describe import describe
 from distembed.training.initial_run import RECORD
+from distembed.training.kept_codes import keep_codes
 from distembed.training.loggers import require_loggers
 from distembed.training.resume import require_same_precision
 from distembed.training.run_folder.folder import RunFolder
@@ -83,7 +84,11 @@ def train_run(
         return FinishedRun(start.folder, None, None)
     info |= {"world_size": ranks.world_size, "device": ranks.device.type, "precision": trainer.precision}
     loggers = config.train.loggers
-    with run_folder.open(config.to_yaml(), info, trainer.step, trainer.repeats_evaluations, loggers):
+    own = keep_codes(config, start.folder)
+    checksums = assignment_checksums(own.embedding)
+    info["assignments"] = {relative_path(path, start.folder): checksum for path, checksum in checksums.items()}
+    config_yaml = relative_to_run(own, start.folder).to_yaml()
+    with run_folder.open(config_yaml, info, trainer.step, trainer.repeats_evaluations, loggers):
         keep_dataset(start.folder, config.data.require_path(), start.manifest)
         trainer.train()
         trainer.load_best()

@@ -140,7 +140,16 @@ def test_training_goes_on_from_codes(full_run: Path, tmp_path: Path) -> None:
     compressed(full_run, tmp_path / "codes", bits_per_id=5)
     config = tmp_path / "codes" / "config.yaml"
     call("train", config, "train.max_steps=2", "--init-from", tmp_path / "codes", "--run-dir", tmp_path / "more")
-    assert np.isfinite(metrics(tmp_path / "more")["logloss"])
+    expected = metrics(tmp_path / "more")
+    assert np.isfinite(expected["logloss"])
+    with pytest.raises(UserError, match="is a run that `distembed compress` did not make"):
+        compressed(full_run, tmp_path / "more", bits_per_id=5, overwrite=True)
+    call("train", config, "train.max_steps=3", "--init-from", tmp_path / "codes", "--run-dir", tmp_path / "more",
+         "--resume")  # fmt: skip
+    shutil.rmtree(tmp_path / "codes")  # the new run has codes of its own, and may be moved
+    shutil.move(tmp_path / "more", tmp_path / "moved")
+    assert metrics(tmp_path / "moved") != expected
+    call("train", tmp_path / "moved" / "config.yaml", "train.max_steps=4", "--run-dir", tmp_path / "moved", "--resume")
 
 
 @pytest.mark.thorough

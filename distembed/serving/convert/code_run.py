@@ -53,12 +53,11 @@ from distembed.serving.convert.tables import id_weights
 from distembed.tasks import batch_schema
 from distembed.training.build import Blueprint
 from distembed.training.config import Config
+from distembed.training.kept_codes import CODES
 from distembed.training.run_folder.folder import RunFolder
 from distembed.training.run_folder.record import read_json_object
 from distembed.training.trained_run import TrainedRun, whole_dataset
 
-CODES = "codes"
-"""The folder of the codes in a run, and the key of ``run.json`` that says how they were made."""
 _KIND, _MARKER = "run of codes", "run.json"
 
 

@@ -18,8 +18,8 @@ from distembed.training.run_folder.record import read_metrics_lines
 
 LAUNCH_FOLDER = "launch"
 """Folder within a run folder for the files of a launch on a cluster, written before the run starts."""
-_BEFORE_A_RUN = (LAUNCH_FOLDER, "config.yaml", "metrics.jsonl")
-"""Files that a folder may hold, beside hidden ones, when a run starts there: a killed start leaves the last two."""
+_BEFORE_A_RUN = (LAUNCH_FOLDER, "codes", "config.yaml", "metrics.jsonl")
+"""Files that a folder may hold, beside hidden ones, when a run starts there: a killed start leaves the last three."""
 _WRITTEN = ("config.yaml", "run.json", "plan.json", "metrics.jsonl", "evaluation.json")
 """Files that a run writes."""
 
@@ -33,6 +33,7 @@ class RunFolder:
         run.json          name, seed, versions, parameters, number of ranks, status
         plan.json         where each table is, and the inputs of that plan; input of `distembed train --plan`
         dataset/          the meaning of the dataset's ids (:mod:`distembed.data.dataset.kept`)
+        codes/            codes of tables, where the run begins with a run of codes
         metrics.jsonl     one object a line: kind "train" or "eval", step, values
         tensorboard/      the same metrics, unless train.loggers leaves them out
         loggers.json      ids of the run at the services of train.loggers; wandb/ has W&B's own files

@@ -26,7 +26,7 @@ from distembed.base.names import one_of
 from distembed.base.units import enumerate_lines, enumerate_names
 from distembed.base.validation import MAX_BYTES
 from distembed.checkpoints.store import checkpoint_place
-from distembed.training.config import Config, load_config
+from distembed.training.config import Config, load_config, relative_to_run
 from distembed.training.describe import describe
 from distembed.training.initial_run import resumed_config
 from distembed.training.run_folder.folder import holds_run
@@ -189,7 +189,7 @@ def _state(config: Config, folder: Path) -> RunState:
     info = RunInfo.read(folder / "run.json")
     text = read_regular_file(folder / "config.yaml", MAX_BYTES).decode(errors="replace")
     # the config in the folder has grown tables and decisions, which resumed_config gives this config too
-    if text != resumed_config(config, folder).to_yaml():
+    if text != relative_to_run(resumed_config(config, folder), folder).to_yaml():
         return "resumed"
     if PRUNED in (info.error or ""):
         return "pruned"
