@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from jaxtyping import Int64
@@ -41,9 +40,13 @@ class KeyedHash:
     """A uniform map from any 64-bit integer to ids, chosen by ``seed`` among very many."""
 
     seed: int  # an integer from 0 to 2^63-1; the same seed gives the same ids on every machine, device and version
+    keys: tuple[int, int] = field(init=False, repr=False, compare=False)
+    """Two 64-bit keys of the seed, by BLAKE2b, so that neighbouring seeds give unrelated keys."""
 
     def __post_init__(self) -> None:
         _require_seed(self.seed)
+        digest = hashlib.blake2b(self.seed.to_bytes(8, "little"), digest_size=16).digest()
+        object.__setattr__(self, "keys", (_as_int64(digest[:8]), _as_int64(digest[8:])))
 
     def ids(self, values: Int64[Tensor, "*shape"], num_embeddings: int) -> Int64[Tensor, "*shape"]:
         """Returns ids in ``[0, num_embeddings)`` for any int64 values, also negative ones, on the values' device.
@@ -73,12 +76,6 @@ class KeyedHash:
             state = mix64(state)
             number = torch.where(number < 2**63 - incomplete, number, _shift_right(state, 1))
         return number % n
-
-    @cached_property
-    def keys(self) -> tuple[int, int]:
-        """Two 64-bit keys of the seed, by BLAKE2b, so that neighbouring seeds give unrelated keys."""
-        digest = hashlib.blake2b(self.seed.to_bytes(8, "little"), digest_size=16).digest()
-        return _as_int64(digest[:8]), _as_int64(digest[8:])
 
 
 def rows_by_keys(

@@ -78,15 +78,16 @@ class PackedRows:
             words = self.words
         else:  # torch.fx traces it: no device is known yet
             words = self.words.to(ids.device)
-        # pair i is words i and i + 1, read as one integer whose lower half is word i
+        # pair i is words i and i + 1, gathered at once; torch.jit.trace has no view of both as one integer
         pairs = words.as_strided((len(self.words) - 1, 2), (1, 1))
         first_bits = places * self.bits
-        read = torch.nn.functional.embedding(first_bits >> 5, pairs).view(torch.int64).squeeze(-1)
+        low, high = torch.nn.functional.embedding(first_bits >> 5, pairs).long().unbind(-1)
+        read = (high << _WORD_BITS) | (low & 0xFFFFFFFF)
         return (read >> (first_bits & 31)) & ((1 << self.bits) - 1)
 
-    def first(self, num_ids: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        """Returns the rows of the first ids, unpacked."""
-        rows = torch.empty(num_ids, dtype=dtype)
+    def first(self, num_ids: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Returns the rows of the first ids, unpacked, as int64 unless ``dtype`` is given."""
+        rows = torch.empty(num_ids, dtype=dtype or torch.int64)
         for start in range(0, num_ids, _CODES_AT_ONCE):
             stop = min(start + _CODES_AT_ONCE, num_ids)
             rows[start:stop] = self.take(torch.arange(start, stop))

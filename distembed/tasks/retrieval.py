@@ -31,6 +31,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from distembed.base.errors import UserError
+from distembed.base.ranks import Collectives
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.schema import ITEM, LABELS, SPARSE_FEATURES, USER, WEIGHTS
 from distembed.data.reader import Batch, BatchShares, read_share
@@ -55,6 +56,8 @@ from distembed.tasks.retrieval_batches import FeatureRows, stacked
 from distembed.tasks.retrieval_config import RETRIEVAL_KINDS, RetrievalConfig
 from distembed.tasks.split_items import SplitItems
 
+NUM_ITEMS = "num_items"
+"""Name of the numbers of items of each rank's step in :attr:`Batch.counts_by_rank`."""
 ITEM_IDS = "item_ids"
 """Name of the field that has the id of each row's item; in evaluations batches of items of the catalogue have it."""
 
@@ -71,9 +74,13 @@ class RetrievalTask(RecommendingTask):
         self.added_rows = dict.fromkeys(config.item_side, self._num_negatives) if self._num_negatives else {}
         self.id_features = {USER: config.user or USER, ITEM: config.item_name}
         self._context: TaskContext | None = None
+        self._on_hosts: Collectives | None = None
 
     def start(self, context: TaskContext) -> None:
-        """Stores the context and the reserved ids of items and users; the catalogue is read at first use."""
+        """Stores the context and the reserved ids of items and users; the catalogue is read at first use.
+
+        Several ranks make a group, in which they exchange their numbers of items; all of them call it.
+        """
         if context.data.skip_unreadable:
             raise UserError(
                 f"data.skip_unreadable is {context.data.skip_unreadable}, and task.name=retrieval reads the items and "
@@ -86,6 +93,8 @@ class RetrievalTask(RecommendingTask):
         self._items = SplitItems(context, self._pairs, self._config.excludes_seen)
         self._reserved = self._items.reserved_items
         self._group = dist.group.WORLD if context.ranks.world_size > 1 else None
+        if context.ranks.world_size > 1:
+            self._on_hosts = Collectives.in_own_group()
         self.scored_items = ItemVectors(self._group)
 
     @property
@@ -193,7 +202,10 @@ class RetrievalTask(RecommendingTask):
             parts.append(FeatureRows.of(rows, self.catalogue.schema))
             ids.append(drawn)
         fields = {**stacked(self._started.schema, *parts), WEIGHTS: weights, ITEM_IDS: torch.cat(ids)}
-        return Batch(fields, batch.global_batch_size)
+        # the counts are exchanged here, a step ahead and on the hosts: within the step, the host would wait for a GPU
+        num_items = sum(map(len, ids))
+        counts = [num_items] if self._on_hosts is None else self._on_hosts.gather_counts(num_items)
+        return Batch(fields, batch.global_batch_size, {NUM_ITEMS: counts})
 
     def _is_pair(self, batch: Batch, items: Int64[Tensor, " rows"]) -> Bool[Tensor, " rows"]:
         """Returns whether each row of a batch is a pair of a user and an item that is known."""
@@ -218,7 +230,7 @@ class RetrievalTask(RecommendingTask):
             return BatchCandidates(Items(torch.arange(num_candidates), gathered), items.new_zeros(num_candidates))
         ids = batch[ITEM_IDS]
         assert isinstance(ids, Tensor)
-        ranks = RankRows.of(len(ids), ids.device, self.scored_items)
+        ranks = RankRows(batch.counts_by_rank[NUM_ITEMS], self._group)
         ids = ranks.gather(ids)
         log_frequencies, log_drawn = (shares[ids] for shares in self._log_shares)
         num_others = len(ids) - self._num_negatives - 1

@@ -66,13 +66,16 @@ def _sum_rows(vectors: Tensor, lengths: Tensor) -> Tensor:
     return torch.zeros(len(lengths), vectors.shape[1]).index_add(0, rows, vectors)
 
 
+def is_whole(table: CompositionalEmbeddingConfig) -> bool:
+    """Whether the vectors of a table are not cut by columns, as those of paths and weighted sums."""
+    return table.combine.columns(table.embedding_dim, len(table.scheme.num_rows)) is None
+
+
 def shard(model: Head, optimizer: Any, settings: dict[str, float], sharding_type: str) -> DistributedModelParallel:
     apply_optimizer_in_backward(optimizer, model.embeddings.embeddings.parameters(), dict(settings))
     sharders = [CompositionalEmbeddingCollectionSharder()]
     kind = "column_wise" if sharding_type == "scattered" else sharding_type
-    kinds = {
-        table.name: "table_wise" if kind == "column_wise" and table.function_tables() else kind for table in tables()
-    }
+    kinds = {table.name: "table_wise" if kind == "column_wise" and is_whole(table) else kind for table in tables()}
     plan = plan_as(model, sharders, kinds)
     if sharding_type == "scattered":
         scatter_columns(plan)
