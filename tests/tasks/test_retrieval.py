@@ -225,7 +225,7 @@ def test_the_mean_over_draws_is_the_softmax_over_the_catalogue(
         weights[0] = 1.0
         ids = prepared[ITEM_IDS]
         vectors = TowerVectors(query.expand(num_rows, 2), table[ids])
-        loss, _ = task.step(vectors, Batch({**prepared.fields, WEIGHTS: weights}, num_rows))
+        loss, _ = task.step(vectors, Batch({**prepared.fields, WEIGHTS: weights}, num_rows, prepared.counts_by_rank))
         found.append(loss.double().exp().item())
         scores = table[ids].sum(1).double()
         uncorrected.append(1 + (scores - scores[0]).exp()[ids != target].mean().item() * (len(set(films)) - 1))
