@@ -9,7 +9,7 @@ import typer
 from distembed.commands.shared import ConfigArgument, OverridesArgument, console, note, say
 
 if TYPE_CHECKING:
-    from distembed.serving.convert.code_options import SchemeChoice
+    from distembed.serving.convert.code_options import DataTypeChoice, SchemeChoice
 
 app = typer.Typer()
 
@@ -203,7 +203,11 @@ def compress_command(
     min_count: Annotated[
         int,
         typer.Option("--min-count", help="Ids whose count in the dataset's vocabulary is lower share their codes."),
-    ] = 6,
+    ] = 4,
+    data_type: Annotated[
+        str | None,
+        typer.Option("--data-type", metavar="[fp32|fp16]", help="Type of centroids; unless given, the tables'."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the first centroids of k-means.")] = 0,
     data: DataOption = None,
     checkpoint: CheckpointOption = None,
@@ -220,8 +224,9 @@ def compress_command(
     from distembed.serving.convert.code_options import CodeOptions
     from distembed.serving.convert.code_run import compress_to_codes
 
-    chosen = cast("SchemeChoice", scheme)  # CodeOptions checks it
-    options = CodeOptions(budget_bytes, bits_per_id, max_loss, chosen, min_count, seed, overwrite)
+    # CodeOptions checks the choices
+    chosen, numbers = cast("SchemeChoice", scheme), cast("DataTypeChoice | None", data_type)
+    options = CodeOptions(budget_bytes, bits_per_id, max_loss, chosen, min_count, seed, overwrite, numbers)
     trained = find_trained_run(run, data, checkpoint=checkpoint)
     coded = compress_to_codes(trained, output, options, note)
     if as_json:

@@ -94,6 +94,20 @@ def test_a_budget_holds_in_the_bytes_that_are_exported(full_run: Path, tmp_path:
 
 
 @pytest.mark.thorough
+def test_centroids_of_half_precision_hold_the_budget(full_run: Path, tmp_path: Path) -> None:
+    coded = compressed(full_run, tmp_path / "codes", budget_bytes=4000, data_type="fp16")
+    books = {name: own for name, own in saved(tmp_path / "codes").items() if "C3__p" in name and "model." in name[:6]}
+    assert {own.dtype for own in books.values()} == {torch.float16}
+    assert coded.table_bytes <= 4000
+    described = json.loads(call("describe", tmp_path / "codes" / "config.yaml", "--json"))
+    assert described["embedding_bytes"] == coded.table_bytes
+    whole = compressed(full_run, tmp_path / "whole", budget_bytes=4000)
+    left, of_whole = ({error.table: error.variance_left for error in own.errors} for own in (coded, whole))
+    assert left["C3"] < of_whole["C3"]  # twice as many centroids in the same bytes
+    assert metrics(tmp_path / "codes")["logloss"] == pytest.approx(metrics(full_run)["logloss"], abs=0.1)
+
+
+@pytest.mark.thorough
 def test_more_bytes_are_nearer_and_a_budget_too_small_names_the_smallest(full_run: Path, tmp_path: Path) -> None:
     left = []
     for budget in (3000, 9000, 20_000):
@@ -219,7 +233,8 @@ def test_an_interrupted_command_leaves_nothing(
         (["--budget", "1MB", "--max-loss", "0.1"], "2 of --budget"),
         (["--budget", "much"], "--budget is 'much'"),
         (["--bits-per-id", "0"], "--bits-per-id is 0"),
-        (["--bits-per-id", "13"], "--bits-per-id is 13, which --scheme auto"),
+        (["--bits-per-id", "13"], "--bits-per-id is 13, which --scheme auto.*; give 12 or 14, or another scheme"),
+        (["--bits-per-id", "6", "--data-type", "fp8"], "--data-type is 'fp8'.*fp32, fp16"),
         (["--bits-per-id", "6", "--scheme", "tree"], "--scheme is 'tree'.*auto, one, product, residual"),
         (["--bits-per-id", "6", "--min-count", "-1"], "--min-count is -1"),
         (["--bits-per-id", "6", "--to", "bits"], "--to is 'bits'"),

@@ -20,6 +20,7 @@ from distembed.serving.convert.table_codes import (
     CodeShape,
     Scheme,
     candidate_shapes,
+    nearest_bits,
     quantise,
     shape_of_bits,
 )
@@ -60,13 +61,9 @@ def test_the_distortion_is_that_of_codebooks_fitted_to_the_codes(scheme: str, mi
     composed = table.combine.embed(fitted.weights, table.scheme.rows(ids)).double().numpy()
     weights = id_weights(table, COUNTS).double().numpy()
     found = float(weights @ np.square(full.double().numpy() - composed).sum(1))
-    # the points leave out how far rare ids are from their mean, which no code can change
-    rare = (COUNTS < min_count).numpy()
-    own = full.double().numpy()[rare]
-    spread = weights[rare] @ np.square(own - np.average(own, axis=0, weights=weights[rare])).sum(1) if rare.any() else 0
-    assert found - spread <= coded.distortion * (1 + 1e-3) + 1e-6
+    assert found <= coded.distortion * (1 + 1e-3) + 1e-6  # of all ids, the rare ones included
     if scheme != "residual":
-        assert found - spread == pytest.approx(coded.distortion, rel=0.02, abs=1e-4 * found)
+        assert found == pytest.approx(coded.distortion, rel=0.02)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -117,13 +114,24 @@ def test_parts_are_the_columns_of_concat() -> None:
         ("product", 32, CodeShape("product", 4, 256)),
         ("residual", 16, CodeShape("residual", 2, 256)),
         ("one", 12, None),
-        ("product", 7, CodeShape("product", 7, 2)),
+        ("product", 7, None),
+        ("product", 9, None),
+        ("product", 18, CodeShape("product", 3, 64)),
+        ("product", 8 * DIM + 8, None),
         ("product", 13, None),
         ("residual", 1, None),
     ],
 )
 def test_the_shape_of_bits(scheme: Any, bits: int, expected: CodeShape | None) -> None:
     assert shape_of_bits(scheme, bits, DIM) == expected
+
+
+@pytest.mark.parametrize("scheme", ["product", "residual"])
+def test_more_bits_give_no_fewer_parts_and_refused_bits_name_the_nearest(scheme: Scheme) -> None:
+    shapes = [shape for bits in range(1, 65) if (shape := shape_of_bits(scheme, bits, DIM)) is not None]
+    assert [shape.num_parts for shape in shapes] == sorted(shape.num_parts for shape in shapes)
+    assert nearest_bits(scheme, 9, DIM) == [8, 10] and nearest_bits(scheme, 17, DIM) == [16, 18]
+    assert nearest_bits("one", 12, DIM) == [9]
 
 
 @pytest.mark.parametrize("scheme", ["auto", *SCHEMES])
@@ -150,7 +158,11 @@ def test_the_chosen_sizes_keep_the_budget_and_no_choice_of_their_bytes_is_better
         with pytest.raises(UserError, match=f"smallest codes of all tables take {smallest:,}"):
             sizes.within(budget)
         return
-    assert total_bytes(sizes.within(budget)) <= budget
+    within = sizes.within(budget)
+    assert total_bytes(within) <= budget
+    left = budget - total_bytes(within)
+    for options, own in zip(tables, within, strict=True):  # no table has a better option that fits
+        assert all(o.distortion >= own.distortion or o.num_bytes > own.num_bytes + left for o in options)
     for num_steps in range(sizes.num_steps + 1):
         chosen = sizes.after(num_steps)
         distortion = sum(option.distortion for option in chosen)

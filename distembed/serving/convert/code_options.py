@@ -13,6 +13,9 @@ from distembed.serving.convert.table_codes import SCHEMES, CodeShape, Scheme
 from distembed.serving.convert.tables import FitError
 
 SchemeChoice = Scheme | Literal["auto"]
+DataTypeChoice = Literal["fp32", "fp16"]
+DATA_TYPES: dict[DataTypeChoice, int] = {"fp32": 4, "fp16": 2}
+"""The bytes of a number of a codebook, by its type."""
 
 
 @dataclass(frozen=True)
@@ -27,15 +30,17 @@ class CodeOptions:
         min_count: Ids whose count in the dataset's vocabulary is lower share their codes.
         seed: The seed of the first centroids.
         overwrite: Whether to replace a run of codes.
+        data_type: The type of the centroids' numbers; None for the type of the run's tables.
     """
 
     budget_bytes: int | None = None
     bits_per_id: int | None = None
     max_loss: float | None = None
     scheme: SchemeChoice = "auto"
-    min_count: int = 6
+    min_count: int = 4
     seed: int = 0
     overwrite: bool = False
+    data_type: DataTypeChoice | None = None
 
     def __post_init__(self) -> None:
         given = [value for value in (self.budget_bytes, self.bits_per_id, self.max_loss) if value is not None]
@@ -45,6 +50,8 @@ class CodeOptions:
                 "--budget 1MB."
             )
         one_of("--scheme", self.scheme, ("auto", *SCHEMES))
+        if self.data_type is not None:
+            one_of("--data-type", self.data_type, DATA_TYPES)
         for option, value in (("--min-count", self.min_count), ("--seed", self.seed)):
             if value < 0:
                 raise UserError(f"{option} is {value}; give 0 or more.")

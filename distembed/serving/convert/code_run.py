@@ -36,23 +36,24 @@ from distembed.embedding.collections import embedding_modules
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.embedding.settings import TableConfig
 from distembed.partitions import PARTITIONS
-from distembed.serving.convert.code_options import CodedRun, CodeOptions
+from distembed.serving.convert.code_options import DATA_TYPES, CodedRun, CodeOptions
 from distembed.serving.convert.code_search import LossSearch, Validation
 from distembed.serving.convert.code_sizes import Option, TableSizes, total_bytes
+from distembed.serving.convert.code_weights import IdWeights
 from distembed.serving.convert.models import full_table_names
 from distembed.serving.convert.run_source import RunAsStock, id_occurrences
 from distembed.serving.convert.run_start import NewRun, write_converted
 from distembed.serving.convert.table_codes import (
+    CodedPoints,
     CodePoints,
     CodeShape,
     candidate_shapes,
+    nearest_bits,
     quantise,
     shape_of_bits,
 )
-from distembed.serving.convert.tables import id_weights
 from distembed.tasks import batch_schema
 from distembed.training.build import Blueprint
-from distembed.training.config import Config
 from distembed.training.kept_codes import CODES
 from distembed.training.run_folder.folder import RunFolder
 from distembed.training.run_folder.record import read_json_object
@@ -148,13 +149,17 @@ class _Coder:
         blueprint = Blueprint.for_ranks(run.config, run.manifest.schema, ranks, {})
         self._source = RunAsStock(run.folder, run.config, blueprint, run.checkpoint_choice)
         tables = full_table_names(embedding_modules(blueprint.build_unsharded()))
-        features = {own.name: own for own in batch_schema(run.config.task, run.manifest.schema).categorical}
+        schema = batch_schema(run.config.task, run.manifest.schema)
+        features = {own.name: own for own in schema.categorical}
         groups: dict[str, dict[str, CompositionalEmbeddingConfig]] = {}
         for full_name, (_, table) in tables.items():
             groups.setdefault(features[table.feature_names[0]].table_name, {})[full_name] = table
         self.groups = [_Group(name, own) for name, own in groups.items()]
         self._dataset, self._manifest = whole_dataset(run, run.config)
-        self._counts = id_occurrences(self._dataset, self._manifest, [table for _, table in tables.values()])
+        own_tables = [table for _, table in tables.values()]
+        self._counts = id_occurrences(self._dataset, self._manifest, schema, own_tables)
+        self._weights = IdWeights(self._source, [own.tables for own in self.groups], self._counts, run.manifest)
+        self._centroids: dict[tuple[str, CodeShape], list[torch.Tensor]] = {}
         self._device = choose_device("auto", 0)
 
     @property
@@ -178,7 +183,7 @@ class _Coder:
         for shape in candidate_shapes(self._options.scheme, points.dim, len(points.weights)):
             if shape.num_centroids > 1 and points.codebook_bytes(shape) > most:
                 continue
-            coded = quantise(points, shape, self._options.seed)
+            coded = self._quantised(group, points, shape)
             num_bytes = coded.num_bytes(points)
             if num_bytes < group.num_bytes:
                 yield Option(shape, num_bytes, coded.distortion)
@@ -190,27 +195,42 @@ class _Coder:
             option = Option(None, group.num_bytes, 0.0)
             if group.is_codable:
                 points = self._points(group)
-                shape = shape_of_bits(self._options.scheme, bits, points.dim)
-                if shape is None:
-                    raise UserError(
-                        f"--bits-per-id is {bits}, which --scheme {self._options.scheme} does not divide into parts of "
-                        f"up to 8 bits for vectors of {points.dim} numbers; give a multiple of 8, up to "
-                        f"{8 * points.dim if self._options.scheme != 'one' else 8}, or another scheme."
-                    )
-                coded = quantise(points, shape, self._options.seed)
+                coded = self._quantised(group, points, self._shape_of_bits(bits, points.dim))
                 if coded.num_bytes(points) < group.num_bytes:
-                    option = Option(shape, coded.num_bytes(points), coded.distortion)
+                    option = Option(coded.shape, coded.num_bytes(points), coded.distortion)
             chosen.append(option)
         return chosen
+
+    def _shape_of_bits(self, bits: int, dim: int) -> CodeShape:
+        """Returns the shape of codes of so many bits, or raises a :class:`UserError` that names the nearest bits."""
+        scheme = self._options.scheme
+        shape = shape_of_bits(scheme, bits, dim)
+        if shape is None:
+            nearest = " or ".join(map(str, nearest_bits(scheme, bits, dim)))
+            raise UserError(
+                f"--bits-per-id is {bits}, which --scheme {scheme} does not divide evenly into the fewest parts of up "
+                f"to 8 bits for vectors of {dim} numbers; give {nearest}, or another scheme."
+            )
+        return shape
+
+    def _quantised(self, group: _Group, points: CodePoints, shape: CodeShape) -> CodedPoints:
+        """Returns the points in codes, with codebooks that are fitted once for each group and shape."""
+        known = self._centroids.get((group.name, shape))
+        if known is not None:
+            return CodedPoints.by(points, shape, known)
+        coded = quantise(points, shape, self._options.seed)
+        self._centroids[group.name, shape] = [own.cpu() for own in coded.centroids]
+        return coded
 
     def _points(self, group: _Group) -> CodePoints:
         """Returns the points of the full vectors of a setting's tables."""
         table = next(iter(group.tables.values()))
-        counts = self._counts.get(table.name)
-        weights = id_weights(table, counts).expand(table.num_embeddings)
+        counts, weights = self._counts.get(table.name), self._weights.of(group.tables)
         is_rare = torch.zeros(len(weights), dtype=torch.bool) if counts is None else counts < self._options.min_count
         vectors = [self._source[name] for name in group.tables]
-        return CodePoints.of(vectors, weights, is_rare, self._device, table.bytes_per_number)
+        data_type = self._options.data_type
+        bytes_per_number = table.bytes_per_number if data_type is None else DATA_TYPES[data_type]
+        return CodePoints.of(vectors, weights, is_rare, self._device, bytes_per_number)
 
     def write(self, chosen: Sequence[Option], folder: Path, name: str) -> CodedRun:
         """Writes the run with an option for each table into an empty folder; ``name`` is the run's."""
@@ -222,7 +242,7 @@ class _Coder:
                 continue
             file = folder / CODES / f"{group.name}.parquet"
             columns = self._write_codes(group, option.shape, file)
-            tables[group.name] = _coded_settings(config, group.name, file, columns, option.shape)
+            tables[group.name] = self._coded_settings(group.name, file, columns, option.shape)
             shapes |= {table.name: option.shape for table in group.tables.values()}
         if not shapes:
             raise self._no_codes(chosen)
@@ -267,7 +287,7 @@ class _Coder:
     def _write_codes(self, group: _Group, shape: CodeShape, file: Path) -> list[str]:
         """Writes the code of each id in each part as a column of a Parquet file, and returns the columns' names."""
         points = self._points(group)
-        coded = quantise(points, shape, self._options.seed)
+        coded = self._quantised(group, points, shape)
         columns = {
             f"p{part}": own[points.point_of_id].numpy().astype(np.min_scalar_type(num_rows - 1))
             for part, (own, num_rows) in enumerate(zip(coded.codes, coded.num_rows, strict=True))
@@ -276,11 +296,11 @@ class _Coder:
         pq.write_table(pa.table(columns), file, compression="zstd")
         return list(columns)
 
-
-def _coded_settings(config: Config, name: str, file: Path, columns: list[str], shape: CodeShape) -> TableConfig:
-    """Returns a table's settings with codes in the place of its scheme and composition."""
-    settings = config.embedding.for_table(name)
-    unset = dataclasses.asdict(PARTITIONS[settings.partition].settings())
-    codes = {"partition": "explicit", "assignments": str(file), "columns": columns, "allow_collisions": True}
-    composed = {"composition": shape.composition, "dims": None, "force": True}
-    return dataclasses.replace(settings, **{**unset, **codes, **composed})
+    def _coded_settings(self, name: str, file: Path, columns: list[str], shape: CodeShape) -> TableConfig:
+        """Returns a table's settings with codes in the place of its scheme and composition."""
+        settings = self.run.config.embedding.for_table(name)
+        unset = dataclasses.asdict(PARTITIONS[settings.partition].settings())
+        codes = {"partition": "explicit", "assignments": str(file), "columns": columns, "allow_collisions": True}
+        composed = {"composition": shape.composition, "dims": None, "force": True}
+        data_type = self._options.data_type or settings.data_type
+        return dataclasses.replace(settings, **{**unset, **codes, **composed, "data_type": data_type})

@@ -48,6 +48,7 @@ class TableSizes:
     """
 
     def __init__(self, options: Sequence[Sequence[Option]]) -> None:
+        self._options = options
         self._hulls = [lower_hull(own) for own in options]
         steps = [
             _Step((after.distortion - before.distortion) / (after.num_bytes - before.num_bytes), table, number + 1)
@@ -69,7 +70,10 @@ class TableSizes:
         return [hull[number] for hull, number in zip(self._hulls, chosen, strict=True)]
 
     def within(self, budget_bytes: int) -> list[Option]:
-        """Returns each table's option within a budget of all tables together; a table stops at its first large step.
+        """Returns each table's option within a budget of all tables together.
+
+        A table stops at its first step that exceeds the budget. The bytes that are left then go, one table after
+        another, to the option of any table that saves most distortion, on the hull or above it.
 
         Raises:
             UserError: The smallest sizes exceed the budget.
@@ -88,7 +92,21 @@ class TableSizes:
                 stopped.add(step.table)
                 continue
             chosen[step.table], left = step.option, left - added
-        return [hull[number] for hull, number in zip(self._hulls, chosen, strict=True)]
+        return self._filled([hull[number] for hull, number in zip(self._hulls, chosen, strict=True)], left)
+
+    def _filled(self, chosen: list[Option], left: int) -> list[Option]:
+        """Returns the options after the replacements that save most distortion, until none fits into the bytes left."""
+        while True:
+            replacements = [
+                (before.distortion - option.distortion, before.num_bytes - option.num_bytes, table, number)
+                for table, before in enumerate(chosen)
+                for number, option in enumerate(self._options[table])
+                if option.num_bytes - before.num_bytes <= left and option.distortion < before.distortion
+            ]
+            if not replacements:
+                return chosen
+            _, freed, table, number = max(replacements)
+            chosen[table], left = self._options[table][number], left + freed
 
 
 def lower_hull(options: Sequence[Option]) -> list[Option]:

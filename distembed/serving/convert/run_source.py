@@ -9,7 +9,7 @@ from torch import Tensor
 
 from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import Manifest
-from distembed.data.table.vocabulary import FIRST_ID
+from distembed.data.dataset.schema import Schema
 from distembed.embedding.collections import embedding_modules, weight_names_of_table
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.serving.convert.models import full_table_names
@@ -20,7 +20,6 @@ from distembed.training.config import Config
 from distembed.training.resume import find_checkpoint
 
 _MODEL = "model."
-_TRAINING = "train"
 _PREFIX = f"{_MODEL}model."
 """Beginning of the names of a model's weights in a checkpoint, where the model is a module of its task's."""
 
@@ -98,25 +97,33 @@ class RunAsStock(Mapping[str, Tensor]):
         return saved_state if rows is None else saved_state[rows]
 
 
-def id_occurrences(dataset: str, manifest: Manifest, tables: list[CompositionalEmbeddingConfig]) -> dict[str, Tensor]:
+def id_occurrences(
+    dataset: str, manifest: Manifest, schema: Schema, tables: list[CompositionalEmbeddingConfig]
+) -> dict[str, Tensor]:
     """Returns how often each id occurs in training, by table name, from the counts in a dataset's vocabularies.
 
-    The vocabularies do not count missing and unknown values: of a feature with one value a row, each of the two ids
-    gets the number of training rows without a counted value; else, or where there is none, the largest count. Tables
-    that hash their ids, or have another number of ids than the vocabulary, are left out.
+    Missing and unknown values occur as often as the manifest counts rows without a value and rows of dropped values; an
+    empty list looks no id up. Tables that hash their ids, or have another number of ids than the vocabulary, are left
+    out.
+
+    Args:
+        dataset: The folder of the dataset.
+        manifest: Its manifest.
+        schema: The columns of batches: the dataset's and the task's, whose features may have the ids of others.
+        tables: The tables.
     """
-    single = {feature.name for feature in manifest.schema.categorical if not feature.multi_hot}
-    num_rows = manifest.splits[_TRAINING].num_rows if _TRAINING in manifest.splits else 0
+    features = {feature.name: feature for feature in schema.categorical}
     occurrences = {}
     for table in tables:
-        vocabulary = manifest.vocabularies.get(table.feature_names[0])
+        own = [features[name] for name in table.feature_names if name in features]
+        vocabulary = manifest.vocabularies.get(own[0].table_name) if own else None
         if vocabulary is None or table.pre_hash is not None:
             continue
         file = manifest.require_unchanged(dataset, vocabulary.file)
         counted = torch.from_numpy(pq.read_table(file, columns=["count"])["count"].to_numpy().copy())
-        rest = num_rows - int(counted.sum()) if table.feature_names[0] in single else 0
-        largest = int(counted.max()) if len(counted) else 1
-        reserved = counted.new_full((FIRST_ID,), rest if rest > 0 else largest)
+        single = [manifest.vocabularies.get(feature.name) for feature in own if not feature.multi_hot]
+        num_missing = sum(found.rows_missing for found in single if found is not None)
+        reserved = torch.tensor([num_missing, vocabulary.rows_dropped], dtype=counted.dtype)
         counts = torch.cat([reserved, counted])
         if len(counts) == table.num_embeddings:
             occurrences[table.name] = counts

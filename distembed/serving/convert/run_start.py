@@ -37,6 +37,7 @@ from distembed.optim.optimizers import table_parameters
 from distembed.serving.convert.models import from_stock, full_table_names
 from distembed.serving.convert.run_source import RunAsStock, id_occurrences
 from distembed.serving.convert.tables import FitError, carried_sums
+from distembed.tasks import batch_schema
 from distembed.tasks.seen_items import decided_task
 from distembed.training.build import Blueprint
 from distembed.training.config import Config, load_config, relative_path, relative_to_run
@@ -167,7 +168,7 @@ def write_converted(
     blueprint = Blueprint.for_ranks(config, manifest.schema, ranks, {})
     model = _on_cpu(blueprint.build_unsharded())
     tables = [table for _, table in full_table_names(embedding_modules(model)).values()]
-    counts = id_occurrences(dataset, manifest, tables)
+    counts = id_occurrences(dataset, manifest, batch_schema(task, manifest.schema), tables)
     errors = from_stock(model, source, counts, names, _kept_weights(model, source, new.kept))
     states = _optimizer_states(model, config, source, new.kept)
     info = run_info(config, RunStart(config, output, manifest, {}, uuid.uuid4().hex, seen_items=seen_items))

@@ -9,14 +9,18 @@ residual     c_1[z_1(x)] + ... + c_m[z_m(x)]           Chen, Guan and Wang, Sens
 ============ ========================================= ================================================
 
 The codes ``z_j`` minimise the distortion ``sum over ids of w_x |v_x - vector of x|^2``, weighted by how often an id
-occurs, by k-means in each part: on the columns of a part, or on what the parts before have left over. Rare ids, whose
-vectors have hardly been trained, are one point, their weighted mean, so that their codes are equal.
+occurs, by k-means in each part: on the columns of a part, or on what the parts before have left over.
+
+Rare ids, whose vectors have hardly been trained, are one point, their weighted mean, so that their codes are equal. The
+distortion includes how far rare ids are from their mean.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, get_args
 
 import torch
@@ -24,15 +28,14 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from distembed.composition import Concat
-from distembed.partitions.kmeans import k_means
+from distembed.partitions.kmeans import assign, k_means
 from distembed.partitions.packed import packed_bytes
 
 Scheme = Literal["one", "product", "residual"]
 SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
 _MOST_CENTROIDS = {"one": 512, "product": 256, "residual": 256}
 _LEAST_PART = 4
-"""Fewest columns of a part: shorter parts take more bits than they save."""
-_MOST_PARTS = 8
+"""Fewest columns of a part: shorter parts take more bits than they save, but near the size of the full table."""
 _PART_BITS = 8
 """Most bits of a code whose scheme is chosen by the bits of an id."""
 _IDS_AT_ONCE = 1 << 16
@@ -64,12 +67,14 @@ class CodePoints:
         weights: The weight of each point: of an id, or of all rare ids together.
         point_of_id: The point of each id.
         bytes_per_number: The bytes of a number of a codebook.
+        spread: The weighted squared distance of rare ids from their mean, which no codes of the points change.
     """
 
     vectors: Sequence[Float[Tensor, "points dim"]]
     weights: Float[Tensor, " points"]
     point_of_id: Int64[Tensor, " ids"]
     bytes_per_number: int
+    spread: float = 0.0
 
     @classmethod
     def of(
@@ -84,25 +89,26 @@ class CodePoints:
         common = (~is_rare).nonzero().squeeze(1)
         point_of_id = torch.full((len(is_rare),), len(common))
         point_of_id[common] = torch.arange(len(common))
-        weights = weights.double()
-        rare_weights = weights * is_rare
-        total = rare_weights.sum()
-        vectors = [table[common].float() for table in tables]
-        weights = weights[common]
-        if float(total):
-            vectors = [torch.cat([own, _mean(full, rare_weights)]) for own, full in zip(vectors, tables, strict=True)]
-            weights = torch.cat([weights, total.view(1)])
-        return cls([own.to(device) for own in vectors], weights.to(device), point_of_id, bytes_per_number)
-
-    @property
-    def num_codes(self) -> int:
-        """The number of stored codes: all ids at the end that have the last id's point share one."""
-        differing = (self.point_of_id != self.point_of_id[-1]).nonzero()
-        return int(differing[-1]) + 2 if len(differing) else 1
+        rare_weights = weights.double() * is_rare
+        vectors, weights = [table[common].float() for table in tables], weights.double()[common]
+        spread = 0.0
+        if bool(is_rare.any()):
+            means = [_mean(full, rare_weights) for full in tables]
+            spread = sum(_spread(full, rare_weights, mean) for full, mean in zip(tables, means, strict=True))
+            vectors = [torch.cat([own, mean]) for own, mean in zip(vectors, means, strict=True)]
+            weights = torch.cat([weights, rare_weights.sum().view(1)])
+        on_device = [own.to(device) for own in vectors]
+        return cls(on_device, weights.to(device), point_of_id, bytes_per_number, spread)
 
     @property
     def dim(self) -> int:
         return self.vectors[0].shape[1]
+
+    @cached_property
+    def num_codes(self) -> int:
+        """The number of stored codes: all ids at the end that have the last id's point share one."""
+        differing = (self.point_of_id != self.point_of_id[-1]).nonzero()
+        return int(differing[-1]) + 2 if len(differing) else 1
 
     def codebook_bytes(self, shape: CodeShape) -> int:
         """Returns the bytes of the codebooks of all centroids, in all tables."""
@@ -111,16 +117,37 @@ class CodePoints:
 
 @dataclass(frozen=True)
 class CodedPoints:
-    """The code of each point in each part, numbered without gaps, and the distortion."""
+    """The code of each point in each part, numbered without gaps.
+
+    Attributes:
+        shape: The scheme and its sizes.
+        centroids: The centroids of each part, the columns of all tables side by side.
+        codes: The codes, on the CPU.
+        errors: The weight of each point times its squared distance to the vector of its codes, on the CPU.
+        spread: The distortion of ids that are no points of their own.
+    """
 
     shape: CodeShape
+    centroids: Sequence[Float[Tensor, "k columns"]]
     codes: Sequence[Int64[Tensor, " points"]]
-    distortion: float
+    errors: Float[Tensor, " points"]
+    spread: float
+
+    @classmethod
+    def by(cls, points: CodePoints, shape: CodeShape, centroids: Sequence[Float[Tensor, "k columns"]]) -> CodedPoints:
+        """Returns the points in the codes of their nearest centroids."""
+        on_device = [own.to(points.weights.device) for own in centroids]
+        codes, squares = encode(shape, on_device, points.vectors)
+        return cls(shape, on_device, codes, (points.weights * squares).cpu(), points.spread)
+
+    @property
+    def distortion(self) -> float:
+        return float(self.errors.sum()) + self.spread
 
     @property
     def num_rows(self) -> list[int]:
         """The rows of each part's codebook."""
-        return [int(part.max()) + 1 for part in self.codes]
+        return [len(part) for part in self.centroids]
 
     def num_bytes(self, points: CodePoints) -> int:
         """Returns the most bytes of codes and codebooks, in all tables."""
@@ -131,49 +158,78 @@ class CodedPoints:
 
 
 def quantise(points: CodePoints, shape: CodeShape, seed: int = 0) -> CodedPoints:
-    """Codes the points by a scheme; equal arguments give equal codes.
+    """Codes the points by a scheme; equal arguments give equal codes on one device.
 
     The distortion of ``residual`` is that of centroids found one part after another: fitting all parts together
     (:func:`~distembed.serving.convert.tables.fit_table`) lowers it further.
     """
-    codes: list[Tensor] = []
-    distortion = 0.0
-    rests = [own.double() for own in points.vectors] if shape.scheme == "residual" else list(points.vectors)
+    centroids: list[Tensor] = []
+    rests = list(points.vectors)
     for part, columns in enumerate(_part_columns(shape, points.dim)):
         own = torch.cat([rest[:, columns.start : columns.stop] for rest in rests], dim=1)
         clusters = k_means(own, points.weights, shape.num_centroids, seed + part)
-        _, numbered = clusters.codes.unique(return_inverse=True)
-        codes.append(numbered.cpu())
+        used = clusters.codes.unique()
+        centroids.append(clusters.centroids[used])
         if shape.scheme == "residual":
-            nearest = clusters.centroids[clusters.codes].split(points.dim, dim=1)
+            nearest = clusters.centroids.float()[clusters.codes].split(points.dim, dim=1)
             rests = [rest - found for rest, found in zip(rests, nearest, strict=True)]
-            distortion = clusters.distortion
+    return CodedPoints.by(points, shape, centroids)
+
+
+def encode(
+    shape: CodeShape, centroids: Sequence[Float[Tensor, "k columns"]], vectors: Sequence[Float[Tensor, "points dim"]]
+) -> tuple[list[Int64[Tensor, " points"]], Float[Tensor, " points"]]:
+    """Returns the codes of the nearest centroids in each part, on the CPU, and each point's squared distance."""
+    dim, rests = vectors[0].shape[1], list(vectors)
+    codes, squares = list[Tensor](), vectors[0].new_zeros(len(vectors[0]), dtype=torch.float64)
+    for part, columns in enumerate(_part_columns(shape, dim)):
+        own = torch.cat([rest[:, columns.start : columns.stop] for rest in rests], dim=1)
+        nearest, distances = assign(own, centroids[part])
+        codes.append(nearest.cpu())
+        if shape.scheme == "residual":
+            found = centroids[part].float()[nearest].split(dim, dim=1)
+            rests = [rest - near for rest, near in zip(rests, found, strict=True)]
+            squares = distances
         else:
-            distortion += clusters.distortion
-    return CodedPoints(shape, codes, distortion)
+            squares = squares + distances
+    return codes, squares
 
 
 def candidate_shapes(scheme: Scheme | Literal["auto"], dim: int, num_points: int) -> Iterator[CodeShape]:
-    """Yields the shapes to try for vectors of ``dim`` numbers, up to as many centroids as there are points."""
+    """Yields the shapes to try for vectors of ``dim`` numbers, up to as many centroids as there are points.
+
+    A single centroid is the weighted mean in every scheme, so ``auto`` tries it once.
+    """
     for name in SCHEMES if scheme == "auto" else (scheme,):
         most = min(num_points, _MOST_CENTROIDS[name])
         sizes = {min(size, most) for size in _sizes(most, with_halves=name == "one")}
+        least = 1 if name in ("one", scheme) else 2
         for num_parts in [1] if name == "one" else _part_counts(name, dim):
-            yield from (CodeShape(name, num_parts, size) for size in sorted(sizes))
+            yield from (CodeShape(name, num_parts, size) for size in sorted(sizes) if size >= least)
+        if name == "product" and dim >= 2 * _LEAST_PART:  # between all other codes and the full table
+            yield CodeShape(name, dim // 2, most)
 
 
 def shape_of_bits(scheme: Scheme | Literal["auto"], bits: int, dim: int) -> CodeShape | None:
-    """Returns the shape whose codes take ``bits`` an id, with parts of up to 8 bits; None where no shape does.
+    """Returns the shape whose codes take ``bits`` an id, in the fewest parts of up to 8 bits; None where they differ.
 
-    ``auto`` is one codebook up to 8 bits, and parts of the vector above.
+    ``auto`` is one codebook up to 8 bits, and parts of the vector above. More bits never give coarser parts, as the
+    bits have to divide evenly into the fewest parts.
     """
     if scheme == "auto":
         scheme = "one" if bits <= _PART_BITS else "product"
     if scheme == "one":
         return CodeShape("one", 1, 1 << bits) if bits <= _PART_BITS + 1 else None
-    most = dim if scheme == "product" else bits
-    fitting = [parts for parts in range(2, most + 1) if bits % parts == 0 and bits // parts <= _PART_BITS]
-    return CodeShape(scheme, fitting[0], 1 << (bits // fitting[0])) if fitting else None
+    num_parts = max(2, math.ceil(bits / _PART_BITS))
+    if bits % num_parts or (scheme == "product" and num_parts > dim):
+        return None
+    return CodeShape(scheme, num_parts, 1 << (bits // num_parts))
+
+
+def nearest_bits(scheme: Scheme | Literal["auto"], bits: int, dim: int) -> list[int]:
+    """Returns the bits next below and above that :func:`shape_of_bits` has a shape for."""
+    good = [own for own in range(1, _PART_BITS * max(dim, bits) + 1) if shape_of_bits(scheme, own, dim) is not None]
+    return [own for own in good if own < bits][-1:] + [own for own in good if own > bits][:1]
 
 
 def _sizes(most: int, with_halves: bool) -> list[int]:
@@ -185,7 +241,8 @@ def _sizes(most: int, with_halves: bool) -> list[int]:
 def _part_counts(scheme: Scheme, dim: int) -> list[int]:
     if scheme == "residual":
         return [2]
-    return [parts for parts in (2, 4, _MOST_PARTS) if dim // parts >= _LEAST_PART] or [min(2, dim)]
+    counts = [1 << power for power in range(1, dim.bit_length()) if dim >> power >= _LEAST_PART]
+    return counts or [min(2, dim)]
 
 
 def _part_columns(shape: CodeShape, dim: int) -> tuple[range, ...]:
@@ -201,5 +258,11 @@ def _part_dims(shape: CodeShape, dim: int) -> list[int]:
 def _mean(vectors: Float[Tensor, "ids dim"], weights: Float[Tensor, " ids"]) -> Float[Tensor, "1 dim"]:
     """Returns the weighted mean of vectors, computed in float64."""
     pieces = zip(weights.split(_IDS_AT_ONCE), vectors.split(_IDS_AT_ONCE), strict=True)
-    sums = sum((own @ piece.double() for own, piece in pieces), torch.zeros(vectors.shape[1], dtype=torch.float64))
-    return (sums / weights.sum()).float().unsqueeze(0)
+    zero = torch.zeros(vectors.shape[1], dtype=torch.float64, device=vectors.device)
+    return (sum((own @ piece.double() for own, piece in pieces), zero) / weights.sum()).float().unsqueeze(0)
+
+
+def _spread(vectors: Float[Tensor, "ids dim"], weights: Float[Tensor, " ids"], mean: Float[Tensor, "1 dim"]) -> float:
+    """Returns the sum over ids of weight times squared distance to the mean."""
+    pieces = zip(weights.split(_IDS_AT_ONCE), vectors.split(_IDS_AT_ONCE), strict=True)
+    return sum(float(own @ (piece.double() - mean.double()).square().sum(1)) for own, piece in pieces)
