@@ -10,6 +10,7 @@ feature      v_1, v_2, ..., v_k            D; the id gives k vectors     yes
 path_linear  f_k(... f_2(v_1)), linear     D; j > 1: D^2 + D             no
 path_mlp     f_k(... f_2(v_1)), MLPs       D; j > 1: numbers of an MLP   no
 weighted_sum p_1 v_1 + p_2 v_2 + ...       D; j = k: the numbers p       no
+tensor_train G_1 @ G_2 @ ... @ G_k         slice of a core, r_(j-1)d_jr_j no
 ============ ============================= ============================= =====================
 
 A new composition is one file, with its settings, and one line in :data:`COMPOSITIONS`; law tests run over every entry.
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from distembed.composition.concat import Concat, Feature
     from distembed.composition.elementwise import Product, Sum
     from distembed.composition.path import PathComposition, PathLinear, PathMLP
+    from distembed.composition.tensor_train import TensorTrain
     from distembed.composition.weighted import WeightedSum
 
 COMPOSITIONS: "NameTable[type[Composition]]" = NameTable(
@@ -36,6 +38,7 @@ COMPOSITIONS: "NameTable[type[Composition]]" = NameTable(
         "path_linear": "distembed.composition.path:PathLinear",
         "path_mlp": "distembed.composition.path:PathMLP",
         "weighted_sum": "distembed.composition.weighted:WeightedSum",
+        "tensor_train": "distembed.composition.tensor_train:TensorTrain",
     }
 )
 """The class of each name. Each can be built without arguments; ``settings`` names the arguments that it takes."""
@@ -51,6 +54,7 @@ __all__ = [
     "PathMLP",
     "Product",
     "Sum",
+    "TensorTrain",
     "WeightedSum",
 ]
 __getattr__ = imports_on_demand(__name__)

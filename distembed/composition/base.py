@@ -103,6 +103,10 @@ class Composition(ABC):
     def compose(self, vectors: Sequence[Float[Tensor, "*batch dim_j"]]) -> Float[Tensor, "*batch dim"]:
         """Returns composed vectors; ``vectors[j]`` holds each id's row of partition j along its last dimension."""
 
+    def num_saved(self, dims: Sequence[int]) -> int:
+        """Returns how many numbers an id's vectors of these ``dims`` leave in memory until their backward pass."""
+        return 0
+
     def embed(
         self, weights: Sequence[Float[Tensor, "rows_j dim_j"]], rows: Int64[Tensor, "k ids"]
     ) -> Float[Tensor, "ids dim"]:

@@ -38,6 +38,10 @@ class Product(_Elementwise):
     def compose(self, vectors: Sequence[Float[Tensor, "*batch dim"]]) -> Float[Tensor, "*batch dim"]:
         return reduce(torch.mul, vectors)
 
+    def num_saved(self, dims: Sequence[int]) -> int:
+        # a product of three keeps the product of the first two as well
+        return sum(dims) + max(0, len(dims) - 2) * dims[0]
+
     def initial_weights(self, variance: float, num_partitions: int, embedding_dim: int) -> tuple[Distribution, ...]:
         # Signs leave the first factor's size and gradients whole, and ids that share its row start uncorrelated. Equal
         # factors of variance ** (1/k) train worse, and so do factors of 1 (tools/RESULTS.md).

@@ -53,6 +53,9 @@ class WeightedSum(Composition):
             composed = torch.addcmul(composed, vector, importance[..., j : j + 1])
         return composed
 
+    def num_saved(self, dims: Sequence[int]) -> int:
+        return sum(dims)
+
     def initial_weights(self, variance: float, num_partitions: int, embedding_dim: int) -> tuple[Distribution, ...]:
         # With E[p_j^2] = 1 each term has the variance of its vector. Signs, as in a product, leave the vectors' size
         # and gradients whole, and ids that share vectors start uncorrelated.

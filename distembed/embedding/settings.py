@@ -23,6 +23,7 @@ from distembed.base.validation import Width
 from distembed.composition import COMPOSITIONS
 from distembed.composition.concat import ConcatSettings
 from distembed.composition.path import PathMLPSettings
+from distembed.composition.tensor_train import TensorTrainSettings
 from distembed.partitions import PARTITIONS
 from distembed.partitions.explicit import ExplicitSettings
 from distembed.partitions.multi_hash import MultiHashSettings
@@ -69,7 +70,13 @@ class _CompositionName:
 # a dataclass has the fields of its last base first: this is the order in which configs are written
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class TableConfig(
-    PathMLPSettings, ConcatSettings, _CompositionName, ExplicitSettings, MultiHashSettings, _PartitionName
+    PathMLPSettings,
+    TensorTrainSettings,
+    ConcatSettings,
+    _CompositionName,
+    ExplicitSettings,
+    MultiHashSettings,
+    _PartitionName,
 ):
     """The settings of a table in a YAML file; schemes and compositions own theirs, and ignore the settings of others.
 

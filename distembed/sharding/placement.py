@@ -340,7 +340,8 @@ def _require_multiple_of_four(table: CompositionalEmbeddingConfig, name: str, co
     if columns % 4:
         raise UserError(
             f"table {table.name!r}: the vectors of partition table {name!r} have {columns} numbers on a rank; FBGEMM "
-            "takes multiples of 4. Choose embedding_dim, dims of concat, or min_partition accordingly."
+            "takes multiples of 4. Choose embedding_dim, dims of concat, rank of tensor_train, or min_partition "
+            "accordingly."
         )
 
 

@@ -1,5 +1,6 @@
 """A small model of a dense part and a collection, TorchRec's or ours, that takes plain tensors."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ NUM_IDS, NUM_DENSE = 60, 3
 KINDS = ("bags", "weighted bags", "sequences")
 Pairs = Sequence[tuple[str, str]]
 """The scheme and the composition of each table."""
-EACH_ONCE: Pairs = list(zip(PARTITIONS, COMPOSITIONS, strict=True))
+EACH_ONCE: Pairs = list(zip(itertools.cycle(PARTITIONS), COMPOSITIONS, strict=False))
 ALL_PAIRS: Pairs = [(scheme, composition) for scheme in PARTITIONS for composition in COMPOSITIONS]
 ONE: Pairs = [("quotient_remainder", "product")]
 

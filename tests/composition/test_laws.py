@@ -12,7 +12,7 @@ from distembed.partitions.settings import setting_names
 from tests.embedding.schemes import small_composition
 
 COMMUTING = {"product": False, "sum": True, "concat": True, "feature": True, "path_linear": False, "path_mlp": False}
-COMMUTING |= {"weighted_sum": False}
+COMMUTING |= {"weighted_sum": False, "tensor_train": False}
 
 
 def drawn_weights(composition: Composition, dim: int, num_rows: Sequence[int], dtype: torch.dtype) -> list[Tensor]:

@@ -272,6 +272,8 @@ OTHER_CASES = [
     Case(("table_wise",), "path_linear", True),
     Case(("table_wise", "data_parallel"), "weighted_sum", True),
     Case(("row_wise",), "weighted_sum", True, partition="multi_hash"),
+    Case(("table_wise", "data_parallel"), "tensor_train", True),
+    Case(("row_wise",), "tensor_train"),
     Case(("table_wise",), is_multi_hot=True, partition="multi_hash"),
     Case(("table_wise",), sparse="amsgrad", dense="adam", bf16=True),
     Case(("data_parallel",), sparse="amsgrad", dense="sgd"),

@@ -66,6 +66,7 @@ def test_an_optimizer_that_the_pass_lacks_leaves_what_torch_updates() -> None:
     [
         ({"composition": PathLinear()}, "path_linear does not compose column by column"),
         ({"composition": "weighted_sum"}, "the kernels have no formula of weighted_sum"),
+        ({"composition": "tensor_train"}, "the kernels have no formula of tensor_train"),
         ({"pooling": "max"}, "pooling is max"),
         ({"embedding_dim": 6}, "a number of columns is no multiple of 4"),
     ],

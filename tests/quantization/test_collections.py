@@ -14,7 +14,7 @@ from torchrec.inference.modules import quantize_embeddings, quantize_inference_m
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.base.errors import UserError
-from distembed.composition import COMPOSITIONS
+from distembed.composition import COMPOSITIONS, TensorTrain
 from distembed.embedding import (
     CompositionalEmbeddingBagCollection,
     CompositionalEmbeddingBagConfig,
@@ -91,6 +91,13 @@ def composed_bound(composition: str, vectors: Sequence[np.ndarray], errors: Sequ
     if composition == "weighted_sum" and len(vectors) > 1:
         pairs = list(zip(vectors[:-1], errors[:-1], vectors[-1].T, errors[-1].T, strict=False))
         return sum((np.abs(v) + e) * (np.abs(p) + d)[:, None] - np.abs(v) * np.abs(p)[:, None] for v, e, p, d in pairs)
+    if composition == "tensor_train" and len(vectors) > 1:
+        # every number of the vector is a sum of products of one number of each row, so that magnitudes bound it
+        def composed(*parts: np.ndarray) -> np.ndarray:
+            return TensorTrain().compose([torch.from_numpy(part.astype(np.float64)) for part in parts]).numpy()
+
+        magnitudes = [np.abs(vector) for vector in vectors]
+        return composed(*map(np.add, magnitudes, errors)) - composed(*magnitudes)
     return np.concatenate(errors, axis=1) if composition in ("concat", "feature") else np.sum(errors, axis=0)
 
 

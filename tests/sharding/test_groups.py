@@ -29,6 +29,7 @@ KINDS = {
     "path_linear": "PathGroup",
     "path_mlp": "PathGroup",
     "weighted_sum": "DistinctGroup",
+    "tensor_train": "PerIdGroup",
 }
 CASES: list[tuple[str, str | None]] = list(itertools.product(COMPOSITIONS, [*POOLINGS, None]))
 
@@ -48,7 +49,7 @@ def replicate(table: CompositionalEmbeddingConfig, world_size: int) -> Any:
 
 
 def expected_kind(composition: str, pooling: str | None, kernel: str) -> str:
-    by_column = not composition.startswith("path") and composition != "weighted_sum"
+    by_column = not composition.startswith("path") and composition not in ("weighted_sum", "tensor_train")
     if kernel == "auto" and pooling != "max" and by_column:
         return "FusedGroup"
     if pooling is None:

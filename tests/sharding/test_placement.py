@@ -15,7 +15,7 @@ from distembed.partitions import MixedRadix, QuotientRemainder
 from distembed.sharding.placement import BY_ROWS, Placement, place_table, place_tables
 from distembed.sharding.table_slice import unit_size, width
 
-DIVIDED = sorted(set(COMPOSITIONS) - {"path_linear", "path_mlp", "weighted_sum"})
+DIVIDED = sorted(set(COMPOSITIONS) - {"path_linear", "path_mlp", "weighted_sum", "tensor_train"})
 
 
 def table(composition: object = "product", dim: int = 16, **settings: object) -> CompositionalEmbeddingBagConfig:

@@ -23,6 +23,7 @@ from tests.ranks import run_cases, run_on_ranks
 from tests.sharding.test_sharded_equals_unsharded import check_weights
 
 SIZES = {"a": 1000, "b": 77, "c": 500, "d": 500, "e": 30, "f": 300, "g": 600, "h": 900, "i": 1, "j": 800, "k": 700}
+SIZES |= {"l": 600}
 DIM = 16
 CASES = list(itertools.product(["table_wise", "row_wise", "data_parallel"], ["sgd", "adagrad"]))
 CASES += [("column_wise", "sgd"), ("scattered", "adagrad")]
@@ -42,6 +43,7 @@ def tables() -> list[CompositionalEmbeddingConfig]:
         make("h", 900, DIM, ["h"], MixedRadix(900, num_partitions=3), "product"),
         make("j", 800, DIM, ["j"], MultiHash(800, moduli=[60, 50, 200]), "weighted_sum"),
         make("k", 700, DIM, ["k"], MultiHash(700, num_buckets=80), "sum"),
+        make("l", 600, DIM, ["l"], MixedRadix(600, num_partitions=3), "tensor_train"),
     ]
 
 

@@ -42,7 +42,7 @@ from tests.versions import HARNESS_MAKES_OFFSETS
 WORLD_SIZE = 2
 SHARDING_TYPES = ("table_wise", "column_wise", "table_column_wise", "row_wise", "data_parallel")
 SEQUENCE_DIM = 8
-DIMS = {"product": 16, "sum": 32, "concat": 16, "path_linear": 8, "path_mlp": 16, "weighted_sum": 8}
+DIMS = {"product": 16, "sum": 32, "concat": 16, "path_linear": 8, "path_mlp": 16, "weighted_sum": 8, "tensor_train": 16}
 
 
 def configs(prefix: str) -> list[EmbeddingBagConfig]:
@@ -102,10 +102,10 @@ def add_the_missing_module() -> None:
 
 
 def constraints(sharding_type: str) -> dict[str, ParameterConstraints]:
-    """Every table placed in this way; paths and weighted sums, which are not cut by columns, as a whole."""
+    """Every table placed in this way; compositions that are not cut by columns, as a whole."""
     by_table = {}
     for table in configs("plain") + configs("weighted"):
-        is_whole = "path" in table.name or "weighted_sum" in table.name
+        is_whole = any(name in table.name for name in ("path", "weighted_sum", "tensor_train"))
         kind = "table_wise" if is_whole and "column" in sharding_type else sharding_type
         by_table[table.name] = ParameterConstraints(sharding_types=[kind], min_partition=table.embedding_dim // 2)
     return by_table

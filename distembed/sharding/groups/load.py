@@ -12,7 +12,6 @@ from statistics import NormalDist
 
 import torch
 
-from distembed.composition import Product
 from distembed.composition.grouped import BLOCK_BYTES, chunk_sizes, most_chunks
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.sharding.table_slice import TableSlice, is_pooled
@@ -192,15 +191,13 @@ def bag_sums_work(load: TableLoad) -> LookupWork:
 def bag_sums_memory(load: GroupLoad) -> LookupMemory:
     """Returns the bytes of summing every partition's vectors over bags and composing the sums."""
     vectors = load.num_bags * sum(load.dims) * FLOAT_BYTES
-    num_slices, combine = len(load.dims), load.table.combine
-    saves_vectors = num_slices > 1 and isinstance(combine, Product)
+    num_slices = len(load.dims)
+    saved_vectors = load.num_bags * load.table.combine.num_saved(load.dims) * FLOAT_BYTES if num_slices > 1 else 0
     # rows of all partitions; where bags begin, as they came and in 64 bits
     indices = num_slices * load.num_ids * LONG_BYTES + load.num_bags * LONG_BYTES
-    # a product of three saves the product of the first two as well
-    saved = vectors + max(0, num_slices - 2) * load.output_bytes if saves_vectors else 0
     # FBGEMM keeps the indices of the batch before
-    forward = indices + load.num_ids * LONG_BYTES + (0 if saves_vectors or num_slices == 1 else vectors)
-    saved += indices + embedding_bag_bytes(load, load.num_bags)
+    forward = indices + load.num_ids * LONG_BYTES + (0 if saved_vectors or num_slices == 1 else vectors)
+    saved = saved_vectors + indices + embedding_bag_bytes(load, load.num_bags)
     return LookupMemory(saved, forward, backward_bytes=vectors, update_bytes=vectors)
 
 

@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from distembed.composition import Composition, PathComposition, Product, WeightedSum
+from distembed.composition import Composition, PathComposition, Product, TensorTrain
 from distembed.sharding.bucket_pool import buckets_are_faster, count_buckets_per_bag, split_bags
 from distembed.sharding.groups.base import Group, LookupRequest
 from distembed.sharding.groups.load import (
@@ -113,16 +113,16 @@ class DistinctGroup(Group):
         # vectors of TBEs are padded, and copied out of the padding
         looked_up, vectors = padded * tbe_dims * FLOAT_BYTES, total * sum(load.dims) * FLOAT_BYTES
         composed, output = total * load.columns * FLOAT_BYTES, load.output_bytes
-        multiplies = isinstance(table.combine, (Product, WeightedSum))
-        saved_vectors = vectors if multiplies or table.function_tables() else 0
+        saved_in_composing = total * table.combine.num_saved(load.dims) * FLOAT_BYTES
+        saved_vectors = vectors if table.function_tables() else saved_in_composing
         # rows, offsets of the padded lookup, where each id stands in it, its first occurrence, and the order of ids
         saved_longs = (len(table.scheme.num_rows) + 2) * total + padded + num_ids + load.num_bags
         saved = saved_longs * LONG_BYTES + saved_vectors
         if getattr(table, "pooling", None) == "max":
             # which id has each number of a maximum, which bag each id is in, and the ids
             saved += load.num_bags * load.columns * LONG_BYTES + 2 * num_ids * LONG_BYTES
-        forward = looked_up + composed + output + 2 * (num_ids + total) * LONG_BYTES + vectors - saved_vectors
-        products = composed + (vectors if multiplies else 0)
+        forward = looked_up + composed + output + 2 * (num_ids + total) * LONG_BYTES + max(0, vectors - saved_vectors)
+        products = composed + saved_in_composing
         unpadding = vectors + (padded * max(load.dims) * FLOAT_BYTES if tbe_dims else 0) - saved_vectors
         backward = max(composed + output + 2 * num_ids * LONG_BYTES, products, unpadding)
         update = looked_up + total * stack_dims * FLOAT_BYTES
@@ -316,4 +316,4 @@ def weights_need_gradients(features: KeyedJaggedTensor) -> bool:
 
 def zeros_stay_zero(combine: Composition) -> bool:
     """Returns whether a composition maps zero vectors to a zero vector for all values of its parameters."""
-    return combine.commutes_with_sum or type(combine) is Product
+    return combine.commutes_with_sum or type(combine) in (Product, TensorTrain)
