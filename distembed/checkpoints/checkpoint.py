@@ -48,7 +48,7 @@ from distembed.checkpoints.shards import TensorShards
 from distembed.checkpoints.store import CheckpointStore, place_and_name
 from distembed.embedding.tables import CompositionalTables
 from distembed.optim.live_state import LocalShard, set_step_count
-from distembed.sharding.lookup import sharded_lookups
+from distembed.sharding.parameters import forget_copies
 
 T = TypeVar("T")
 _MOST_SHOWN = 10
@@ -286,8 +286,7 @@ def _load(
     # a model without its optimizer is not trained on
     tensors = saved.tensors_for_use() if optimizer is None else saved.tensors
     on_every_rank(collectives, partial(read_blocks, checkpoint, tensors, to_read))
-    for lookup in sharded_lookups(model):
-        lookup.purge()  # drops the device's cached rows of tables in host memory, which now hold other numbers
+    forget_copies(model)
     if optimizer is not None and "step" in saved.progress:
         set_step_count(optimizer, saved.optimizer_steps)
     return saved, further

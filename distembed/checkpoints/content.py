@@ -2,7 +2,7 @@
 
 The names of tensors do not depend on the layout::
 
-    model.NAME              a weight or buffer of the model
+    model.NAME              a weight or buffer of the model, or the state of a table's partitions
     average.NAME            a moving average of a weight, see distembed.optim.averages
     optimizer.NAME.STATE    see distembed.checkpoints.optimizer_state
     random.DEVICE.RANK      the state of torch's random number generators on a rank
@@ -14,7 +14,7 @@ repeats the numbers of another.
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -29,7 +29,7 @@ from distembed.base.ranks import Collectives
 from distembed.checkpoints.host_copies import host_copies
 from distembed.checkpoints.optimizer_state import named_states
 from distembed.checkpoints.shards import TensorShards
-from distembed.embedding.config import meaning_of_weights
+from distembed.embedding.config import CompositionalEmbeddingConfig, meaning_of_weights
 from distembed.embedding.tables import CompositionalTables
 from distembed.optim.kinds import OPTIMIZERS
 from distembed.optim.live_state import optimizer_names, parameter_states
@@ -124,8 +124,16 @@ def tensors_to_save(
 
 
 def live_weights(model: nn.Module) -> dict[str, TensorShards]:
-    """Returns views of this rank's part of all weights and buffers that have elements."""
-    weights = {name: TensorShards.from_value(value) for name, value in model.state_dict().items()}
+    """Returns views of this rank's part of all weights, buffers and states of partitions that have elements.
+
+    The state NAME of a table's partitions is called ``TABLE__NAME``.
+    """
+    states = {
+        f"{path}__{name}": value
+        for path, table in compositional_tables(model)
+        for name, value in table.scheme.state.items()
+    }
+    weights = {name: TensorShards.from_value(value) for name, value in {**model.state_dict(), **states}.items()}
     return {name: shards for name, shards in weights.items() if shards.size.numel()}
 
 
@@ -146,12 +154,15 @@ def all_optimizer_names(optimizer: KeyedOptimizer, collectives: Collectives) -> 
 
 def describe_tables(model: nn.Module) -> dict[str, str]:
     """Returns in words how each compositional table makes vectors of its weights, by module and table."""
-    return {
-        f"{path}.{table.name}".lstrip("."): meaning_of_weights(table)
-        for path, module in get_unwrapped_module(model).named_modules()
-        if isinstance(module, CompositionalTables | ShardedParameters)
-        for table in module.tables()
-    }
+    return {path: meaning_of_weights(table) for path, table in compositional_tables(model)}
+
+
+def compositional_tables(model: nn.Module) -> Iterator[tuple[str, CompositionalEmbeddingConfig]]:
+    """Yields the compositional tables of a model, sharded or not, with their paths ``MODULE.TABLE``."""
+    for path, module in get_unwrapped_module(model).named_modules():
+        if isinstance(module, CompositionalTables | ShardedParameters):
+            for table in module.tables():
+                yield f"{path}.{table.name}".lstrip("."), table
 
 
 def _require_step(optimizers: Iterable[str], progress: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ path_linear  f_k(... f_2(v_1)), linear     D; j > 1: D^2 + D             no
 path_mlp     f_k(... f_2(v_1)), MLPs       D; j > 1: numbers of an MLP   no
 weighted_sum p_1 v_1 + p_2 v_2 + ...       D; j = k: the numbers p       no
 tensor_train G_1 @ G_2 @ ... @ G_k         slice of a core, r_(j-1)d_jr_j no
+concat_sum   [v_1 + v_c+1, v_2 + v_c+2...] D/c, c = ceil(k/2)            yes
 ============ ============================= ============================= =====================
 
 A new composition is one file, with its settings, and one line in :data:`COMPOSITIONS`; law tests run over every entry.
@@ -23,7 +24,7 @@ from distembed.composition.layers import ACTIVATIONS
 
 if TYPE_CHECKING:
     from distembed.composition.base import Composition
-    from distembed.composition.concat import Concat, Feature
+    from distembed.composition.concat import Concat, ConcatSum, Feature
     from distembed.composition.elementwise import Product, Sum
     from distembed.composition.path import PathComposition, PathLinear, PathMLP
     from distembed.composition.tensor_train import TensorTrain
@@ -39,6 +40,7 @@ COMPOSITIONS: "NameTable[type[Composition]]" = NameTable(
         "path_mlp": "distembed.composition.path:PathMLP",
         "weighted_sum": "distembed.composition.weighted:WeightedSum",
         "tensor_train": "distembed.composition.tensor_train:TensorTrain",
+        "concat_sum": "distembed.composition.concat:ConcatSum",
     }
 )
 """The class of each name. Each can be built without arguments; ``settings`` names the arguments that it takes."""
@@ -48,6 +50,7 @@ __all__ = [
     "COMPOSITIONS",
     "Composition",
     "Concat",
+    "ConcatSum",
     "Feature",
     "PathComposition",
     "PathLinear",

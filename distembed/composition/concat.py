@@ -5,6 +5,9 @@ about k times smaller again, and two ids with the same row in one partition agre
 
 ``feature`` gives the model k vectors of the full dimension. Trade-off: nothing is lost by composing, and the model
 itself learns how the parts interact; but its interaction and first layer grow.
+
+``concat_sum`` concatenates sums of two, as CCE does (Tsang and Ahle, NeurIPS 2023): ids share each half of a sum with
+other ids, so that a part of few rows has as many vectors as pairs of rows occur.
 """
 
 from __future__ import annotations
@@ -97,6 +100,36 @@ class Feature(Composition):
 
     def initial_weights(self, variance: float, num_partitions: int, embedding_dim: int) -> tuple[Distribution, ...]:
         return (Uniform(variance),) * num_partitions
+
+
+class ConcatSum(Composition):
+    """``[v_1 + v_(c+1), ..., v_c + v_2c]`` of 2c partitions; of an odd number, the last part is one vector."""
+
+    name = "concat_sum"
+    commutes_with_sum = True
+
+    def partition_dims(self, embedding_dim: int, num_partitions: int) -> tuple[int, ...]:
+        parts = _equal_shares(embedding_dim, _num_parts(num_partitions))
+        return (parts + parts)[:num_partitions]
+
+    def columns(self, embedding_dim: int, num_partitions: int) -> tuple[range, ...]:
+        parts = side_by_side(_equal_shares(embedding_dim, _num_parts(num_partitions)))
+        return (parts + parts)[:num_partitions]
+
+    def compose(self, vectors: Sequence[Float[Tensor, "*batch dim_j"]]) -> Float[Tensor, "*batch dim"]:
+        """Returns the sums side by side; also of the partitions of some neighbouring parts alone."""
+        num_parts = _num_parts(len(vectors))
+        second = vectors[num_parts:]
+        sums = [own + other for own, other in zip(vectors, second, strict=False)]
+        return torch.cat([*sums, *vectors[len(second) : num_parts]], dim=-1)
+
+    def initial_weights(self, variance: float, num_partitions: int, embedding_dim: int) -> tuple[Distribution, ...]:
+        is_odd, half = num_partitions % 2, num_partitions // 2
+        return (*[Uniform(variance / 2)] * half, *[Uniform(variance)] * is_odd, *[Uniform(variance / 2)] * half)
+
+
+def _num_parts(num_partitions: int) -> int:
+    return -(-num_partitions // 2)
 
 
 def side_by_side(dims: Sequence[int]) -> tuple[range, ...]:

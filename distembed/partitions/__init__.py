@@ -15,6 +15,7 @@ mixed_radix          x mod m_1, (x \ M_j) mod m_j     O(k n^(1/k)), the fewest  
 chinese_remainder    x mod m_j, coprime m_j           O(k n^(1/k))              yes
 explicit             a_j[x]                           as given                  if they are
 multi_hash           h_j(x), k independent hashes     k m, m = ceil(n/c)        not proved
+clustered            a_j[x], then h_j(x), half each   k m, m = ceil(n/c)        not proved
 ==================== ================================ ========================= =============
 
 ``M_j = m_1 * ... * m_{j-1}``. Each scheme maps ids to rows, and rows back to the id where it is complementary, for any
@@ -25,7 +26,7 @@ pairs are expected to collide, ``n (n-1) / (2 m^k)``.
 When a vocabulary grows at its end, known ids keep their rows (``Partition.grown``): ``naive`` appends rows and
 ``quotient_remainder`` quotient rows; ``mixed_radix`` raises its last modulus; ``remainder`` and ``multi_hash`` keep
 their rows, which more ids share; ``chinese_remainder`` keeps its moduli while their product reaches n; ``explicit``
-takes longer assignments that begin with the old ones.
+takes longer assignments that begin with the old ones, and ``clustered`` does not grow.
 
 For ids that arrive as strings or as unbounded integers, :func:`hash_strings` and :class:`KeyedHash` come first.
 
@@ -40,6 +41,7 @@ from distembed.partitions.settings import SchemeSettings
 if TYPE_CHECKING:
     from distembed.partitions.base import Partition
     from distembed.partitions.chinese_remainder import ChineseRemainder
+    from distembed.partitions.clustered import Clustered
     from distembed.partitions.explicit import Explicit
     from distembed.partitions.hashing import KeyedHash, hash_strings
     from distembed.partitions.mixed_radix import MixedRadix
@@ -57,6 +59,7 @@ PARTITIONS: "NameTable[type[Partition]]" = NameTable(
         "chinese_remainder": "distembed.partitions.chinese_remainder:ChineseRemainder",
         "explicit": "distembed.partitions.explicit:Explicit",
         "multi_hash": "distembed.partitions.multi_hash:MultiHash",
+        "clustered": "distembed.partitions.clustered:Clustered",
     }
 )
 """The scheme of each name. Each class is built as ``cls(num_embeddings=n, **settings)``."""
@@ -64,6 +67,7 @@ PARTITIONS: "NameTable[type[Partition]]" = NameTable(
 __all__ = [
     "PARTITIONS",
     "ChineseRemainder",
+    "Clustered",
     "Explicit",
     "KeyedHash",
     "MixedRadix",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import numpy as np
@@ -179,6 +179,20 @@ class Partition(ABC):
     def assignment_bytes(self) -> int:
         """The bytes of stored rows of ids; 0 for a scheme that computes them."""
         return 0
+
+    @property
+    def state(self) -> "dict[str, Tensor]":
+        """Tensors, on the CPU, that decide rows and that training changes; checkpoints have them beside the weights."""
+        return {}
+
+    def state_changed(self) -> None:  # noqa: B027
+        """Drops everything that follows from :attr:`state`, whose tensors were overwritten."""
+
+    def load_state(self, saved: "Mapping[str, Tensor]") -> None:
+        """Sets :attr:`state`."""
+        for name, live in self.state.items():
+            live.copy_(saved[name])
+        self.state_changed()
 
     @property
     def total_rows(self) -> int:

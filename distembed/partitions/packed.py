@@ -45,11 +45,16 @@ class PackedRows:
     num_codes: int
 
     @classmethod
-    def of(cls, rows: NDArray[Any]) -> PackedRows:
-        """Packs the row of each id, at least one, of an array of non-negative integers below 2^63."""
-        differing = np.flatnonzero(rows != rows[-1])
-        num_codes = int(differing[-1]) + 2 if len(differing) else 1
-        bits = int(rows.max()).bit_length()
+    def of(cls, rows: NDArray[Any], bits: int | None = None) -> PackedRows:
+        """Packs the row of each id, at least one, of an array of non-negative integers below 2^63.
+
+        With ``bits``, at most 32, each code takes so many, and so does each id at the end: the size is known before.
+        """
+        num_codes = len(rows)
+        if bits is None:
+            differing = np.flatnonzero(rows != rows[-1])
+            num_codes = int(differing[-1]) + 2 if len(differing) else 1
+            bits = int(rows.max()).bit_length()
         if bits > _WORD_BITS:
             return cls(torch.from_numpy(rows[:num_codes].astype(np.int64)), 64, num_codes)
         num_words = _num_words(num_codes, bits)

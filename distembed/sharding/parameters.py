@@ -36,7 +36,7 @@ from distembed.embedding.tables import CompositionalTables, empty_weight, lookup
 from distembed.optim.replicated import BackwardUpdates, ReplicatedOptimizer, frozen_settings, fused_optimizer
 from distembed.sharding.dists import release_promptly
 from distembed.sharding.groups import lookup_formula
-from distembed.sharding.lookup import CompositionalLookup
+from distembed.sharding.lookup import CompositionalLookup, sharded_lookups
 from distembed.sharding.placement import WITHIN_NODES, Placement, place_tables, without_memory
 from distembed.sharding.share import OwnedIds, make_share
 from distembed.sse import FeaturePerturbation
@@ -382,6 +382,18 @@ def limit_gradients(model: nn.Module, max_gradient: float) -> None:
                 f"{type(module).__name__}, which does not know it; take a collection of distembed.embedding, or leave "
                 "max_gradient out."
             )
+
+
+def forget_copies(model: nn.Module) -> None:
+    """Drops all copies of a model's weights and rows of ids, which were overwritten in place between two steps."""
+    for lookup in sharded_lookups(model):
+        lookup.purge()  # rows, in the device's cache, of tables in host memory
+    for module in model.modules():
+        if isinstance(module, CompositionalTables | ShardedParameters):
+            for table in module.tables():
+                table.scheme.state_changed()
+        if isinstance(module, ShardedParameters):
+            module._owned_ids.clear()
 
 
 def _names_optimizer(fused_params: Mapping[str, Any]) -> bool:

@@ -86,9 +86,12 @@ def materialise_run(
     for table, path in zip(chosen, paths, strict=True):
         started = time.perf_counter()
         try:
-            weights = load_weights(checkpoint, weight_names[table.name])
+            names, states = weight_names[table.name], list(table.scheme.state)
+            loaded = load_weights(checkpoint, [*names, *(f"{table.name}__{state}" for state in states)])
         except UserError as error:
             raise removed_meanwhile(checkpoint) if is_removed(checkpoint) else error from None
+        weights = loaded[: len(names)]
+        table.scheme.load_state(dict(zip(states, loaded[len(names) :], strict=True)))
         ids = None if ids_file is None or column is None else read_ids(ids_file, column)
         num_rows = materialise(table, weights, path, ids)
         yield MaterialisedTable(table.name, path, num_rows, time.perf_counter() - started)

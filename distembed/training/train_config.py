@@ -35,6 +35,24 @@ def _known_logger(name: str) -> str:
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
+class ReclusterConfig:
+    """When tables of the partition ``clustered`` are re-clustered (:mod:`distembed.training.recluster`).
+
+    Attributes:
+        every: Steps between two clusterings.
+        until: The last step that is followed by a clustering; null for no limit. Vectors need some steps more to
+            leave their centroids, so the last steps of a run are best left without.
+    """
+
+    every: Count
+    until: Count | None = None
+
+    def is_due(self, step: int) -> bool:
+        """Returns whether tables are re-clustered at the end of a step; the first step of a run is 1."""
+        return step > 0 and step % self.every == 0 and (self.until is None or step <= self.until)
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class TrainConfig:
     """How a model is trained.
 
@@ -47,6 +65,7 @@ class TrainConfig:
         sparse_optimizer: Optimizer of the embedding tables.
         ema: Moving averages of the networks' weights, which evaluations, exports and predictions are made with in place
             of the weights that are trained; null for none. Tables are not averaged.
+        recluster: When tables of the partition ``clustered`` are re-clustered; null for never.
         precision: Arithmetic of the networks: ``bf16`` for autocast, ``fp32``, ``tf32`` for float32 whose products of
             matrices a GPU computes from 10 bits of each factor's fraction, or ``auto`` for bf16 where every
             rank's device multiplies matrices faster in it, else fp32.
@@ -76,6 +95,7 @@ class TrainConfig:
     dense_optimizer: DenseOptimizerConfig = field(default_factory=DenseOptimizerConfig)
     sparse_optimizer: SparseOptimizerConfig = field(default_factory=SparseOptimizerConfig)
     ema: EMAConfig | None = None
+    recluster: ReclusterConfig | None = None
     precision: Literal["auto", "bf16", "tf32", "fp32"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     quantized_comms: QuantizedCommsConfig = field(default_factory=QuantizedCommsConfig)
@@ -120,10 +140,15 @@ class DueSteps:
         """Whether the checkpoint of ``step`` has to wait for the evaluation of ``step``, whose outcome it stores."""
         return self.train.compares_evaluations and self.evaluation(step)
 
+    def clustering(self, step: int) -> bool:
+        """Whether tables are re-clustered at the end of a step."""
+        return self.train.recluster is not None and self.train.recluster.is_due(step)
+
     def next_step(self, step: int) -> int:
         """Returns the step after which something is due next."""
         ends = [self.num_steps, (step // self.batches_per_epoch + 1) * self.batches_per_epoch]
-        intervals = self.train.evaluate_every, self.train.checkpoint_every
+        every = 0 if self.train.recluster is None else self.train.recluster.every
+        intervals = self.train.evaluate_every, self.train.checkpoint_every, every
         return min([*ends, *((step // every + 1) * every for every in intervals if every)])
 
     def _is_due(self, step: int, every: int) -> bool:

@@ -24,9 +24,11 @@ from distembed.checkpoints.run_checkpoints import Checkpoints
 from distembed.checkpoints.saved import STEPS_BEFORE
 from distembed.checkpoints.store import BEST, checkpoint_place
 from distembed.data.reader import Batch
+from distembed.embedding.occurrences import id_occurrences
 from distembed.planning import describe_plan
 from distembed.planning.saved_plan import saved_plan_as_json
 from distembed.sse import set_step
+from distembed.tasks import batch_schema
 from distembed.tasks.base import BatchPosition, Outputs
 from distembed.tasks.seen_items import describe_seen_items
 from distembed.training.build import Blueprint, TrainingState, build_training_state, take_over
@@ -34,6 +36,7 @@ from distembed.training.inference import score_split
 from distembed.training.interruption import Interruption
 from distembed.training.metrics_window import MetricsWindow, TrainingProgress, replaced_counts, replaced_shares
 from distembed.training.pipeline import gather_unreadable, keep_batch, prepared_batch, training_reader
+from distembed.training.recluster import clustered_tables, recluster_tables
 from distembed.training.run_folder.folder import RunFolder
 from distembed.training.start import RunStart
 from distembed.training.train_config import BestEvaluation, DueSteps, require_comparable
@@ -103,6 +106,8 @@ class Trainer:
         self._state.task.start(blueprint.task_context(self._dataset, ranks))
         if config.train.compares_evaluations:
             require_comparable(self._state.task.headline)
+        if config.train.recluster is not None:
+            clustered_tables(self._state.model)  # refuses a model without them
         self._step = 0
         self._samples = 0
         self._best = BestEvaluation()
@@ -170,7 +175,10 @@ class Trainer:
                 split = self._config.data.validation
                 self._save_and_evaluate(Collectives().on_first(lambda: self._folder.has_evaluation(self._step, split)))
             while not self.is_finished:
-                if self._run_segment(stop):
+                is_interrupted = self._run_segment(stop)
+                if self._due.clustering(self._step):
+                    self._recluster()
+                if is_interrupted:
                     waits = self._due.evaluation_before_checkpoint(self._step)
                     self._save(is_due=self._due.checkpoint(self._step) and not waits)
                     self._checkpoints.wait()
@@ -269,6 +277,19 @@ class Trainer:
                 self._save()
         if self._due.evaluation(self._step) and not evaluates_first and not has_evaluated:
             self._validate()
+
+    def _recluster(self) -> None:
+        """Re-clusters the model's clustered tables, as the end of the current step; all ranks call it."""
+        self._require_finite()
+        config, manifest, state = self._config, self._start.manifest, self._state
+        started = time.perf_counter()
+        with self._window.pause():
+            tables, counts = clustered_tables(state.model), {}
+            if self._ranks.is_first:
+                counts = id_occurrences(self._dataset, manifest, batch_schema(config.task, manifest.schema), tables)
+            recluster_tables(state.model, state.optimizers.combined, counts, config.train.seed, self._ranks)
+        seconds = time.perf_counter() - started
+        self._progress.say(f"step {self._step}/{self.num_steps}  re-clustered {len(tables)} tables in {seconds:.1f} s")
 
     def _validate(self) -> None:
         """Evaluates on the validation split and shows the metrics; all ranks call it.

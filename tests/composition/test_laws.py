@@ -12,7 +12,7 @@ from distembed.partitions.settings import setting_names
 from tests.embedding.schemes import small_composition
 
 COMMUTING = {"product": False, "sum": True, "concat": True, "feature": True, "path_linear": False, "path_mlp": False}
-COMMUTING |= {"weighted_sum": False, "tensor_train": False}
+COMMUTING |= {"weighted_sum": False, "tensor_train": False, "concat_sum": True}
 
 
 def drawn_weights(composition: Composition, dim: int, num_rows: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
@@ -126,6 +126,7 @@ BY_HAND = {
     "sum": [2.0 + 5 + 11, 3.0 + 7 + 13],
     "concat": [2.0, 3, 5, 7, 11, 13],
     "feature": [2.0, 3, 5, 7, 11, 13],
+    "concat_sum": [2.0 + 11, 3.0 + 13, 5, 7],
 }
 
 

@@ -13,9 +13,10 @@ from distembed.data.dataset.manifest import Manifest, Split
 from distembed.data.dataset.schema import CategoricalFeature, Schema
 from distembed.data.prepare import CriteoOptions, prepare_criteo
 from distembed.embedding.config import CompositionalEmbeddingConfig
+from distembed.embedding.occurrences import id_occurrences
 from distembed.partitions import Explicit
 from distembed.serving.convert.code_weights import IdWeights
-from distembed.serving.convert.run_source import RunAsStock, id_occurrences
+from distembed.serving.convert.run_source import RunAsStock
 from tests.criteo_runs import write_lines
 
 

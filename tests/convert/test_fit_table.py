@@ -4,7 +4,7 @@ import torch
 from distembed.base.errors import UserError
 from distembed.composition import COMPOSITIONS
 from distembed.embedding.config import CompositionalEmbeddingBagConfig
-from distembed.partitions import PARTITIONS, Explicit, MultiHash, Partition, QuotientRemainder
+from distembed.partitions import PARTITIONS, Explicit, Partition, QuotientRemainder
 from distembed.serving.convert import fit_table, full_vectors
 
 N, DIM = 60, 8
@@ -15,10 +15,10 @@ ARITHMETIC = [name for name in PARTITIONS if name != "explicit"]
 def scheme_of(name: str) -> Partition:
     if name == "explicit":
         return Explicit(N, [torch.arange(N) % 7, torch.arange(N) // 7])
-    if name == "multi_hash":
+    if name in ("multi_hash", "clustered"):
         # Every pair of rows has an id, as in the arithmetic schemes. A product of rows that few ids join ends at a
         # minimum that depends on the initial weights, as the module says.
-        scheme = MultiHash(N, num_buckets=4)
+        scheme = PARTITIONS[name](N, num_buckets=4)
         assert len(scheme.rows(torch.arange(N)).unique(dim=1).T) == 16
         return scheme
     return PARTITIONS[name](N, **({"collisions": 4} if name in ("remainder", "quotient_remainder") else {}))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from distembed.base.errors import UserError
 from distembed.composition import Concat
 from distembed.embedding.config import CompositionalEmbeddingConfig
+from distembed.embedding.occurrences import id_weights
 from distembed.partitions import Explicit
 from distembed.serving.convert.code_sizes import Option, TableSizes, lower_hull, total_bytes
 from distembed.serving.convert.table_codes import (
@@ -24,7 +25,7 @@ from distembed.serving.convert.table_codes import (
     quantise,
     shape_of_bits,
 )
-from distembed.serving.convert.tables import fit_table, id_weights
+from distembed.serving.convert.tables import fit_table
 
 DIM, IDS = 8, 300
 COUNTS = torch.from_numpy(np.sort(np.random.default_rng(1).zipf(1.4, IDS))[::-1].copy().clip(max=10_000))

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from distembed.base.errors import UserError
 from distembed.partitions import PARTITIONS, Explicit, Naive
-from tests.partitions.test_laws import SETTINGS, UNPROVED, build, tuples_of
+from tests.partitions.test_laws import SETTINGS, STORED, UNPROVED, build, tuples_of
 
-ARITHMETIC = [name for name in PARTITIONS if name != "explicit"]
+ARITHMETIC = [name for name in PARTITIONS if name not in STORED]
 
 
 @pytest.mark.parametrize("name", ARITHMETIC)
@@ -54,6 +54,8 @@ def test_what_cannot_grow_says_so() -> None:
         PARTITIONS["chinese_remainder"](50, moduli=[8, 7]).grown(57)
     with pytest.raises(UserError, match="assignments of 3 ids, and cannot grow to 4"):
         Explicit(3, [[0, 1, 2]]).grown(4)
+    with pytest.raises(UserError, match="rows of 3 ids, and cannot grow to 4.*multi_hash"):
+        PARTITIONS["clustered"](3).grown(4)
 
     class Unruled(Naive):
         name = "unruled"

@@ -31,11 +31,13 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "chinese_remainder": [{}, {"num_partitions": 3}, {"num_partitions": 7}, {"moduli": [8, 2**61 - 1, 11]}],
     "explicit": [{}],
     "multi_hash": [{}, {"collisions": 4}, {"num_buckets": 7}, {"num_partitions": 3}, {"moduli": [7, 2**60, 9]}],
+    "clustered": [{}, {"collisions": 4}, {"num_buckets": 7}, {"num_partitions": 3}, {"moduli": [7, 2**31, 9, 5]}],
 }
-UNPROVED = ("remainder", "multi_hash")
+UNPROVED = ("remainder", "multi_hash", "clustered")
 """Schemes that are not complementary in general."""
+STORED = ("explicit", "clustered")
 STORED_SIZE = 10**5
-"""Explicit schemes store numbers for each id; above this size they are left out."""
+"""Stored schemes have numbers for each id; above this size they are left out."""
 
 
 def build(name: str, n: int, settings: dict[str, Any]) -> Partition:
@@ -49,8 +51,8 @@ def build(name: str, n: int, settings: dict[str, Any]) -> Partition:
 
 
 def draw_partition(name: str, n: int, data: st.DataObject) -> Partition:
-    if name == "explicit" and n > STORED_SIZE:
-        pytest.skip("explicit schemes store every id")
+    if name in STORED and n > STORED_SIZE:
+        pytest.skip("stored schemes store every id")
     return build(name, n, data.draw(st.sampled_from(SETTINGS[name])))
 
 
@@ -74,7 +76,7 @@ def test_rows_are_digits_in_their_tables_and_the_inverse_finds_every_id(name: st
         assert (digits is None) == (max(partition.num_rows) > 2**31)
     elif digits is not None:
         assert rows.tolist() == [[x // d if m is None else x // d % m for x in drawn] for d, m, _ in digits]
-    assert (digits is None) == (name == "explicit") or name == "multi_hash"  # rows of explicit are no digits
+    assert (digits is None) == (name in STORED) or name == "multi_hash"  # stored rows are no digits
     if name == "remainder":
         assert partition.is_complementary() == (partition.num_rows[0] >= n)
     assert partition.is_complementary() or name in UNPROVED
@@ -218,7 +220,7 @@ def test_a_scheme_describes_itself_in_the_papers_equation(partition: Partition, 
 
 @pytest.mark.parametrize("name", PARTITIONS)
 def test_many_tables_at_once_give_the_same_rows(name: str) -> None:
-    sizes = (10, 1000, STORED_SIZE if name == "explicit" else 10**12)
+    sizes = (10, 1000, STORED_SIZE if name in STORED else 10**12)
     partitions = [build(name, n, {}) for n in sizes]
     ids = torch.stack([torch.randint(0, p.num_embeddings, (50,)) for p in partitions])
     batched = PARTITIONS[name].rows_of_tables(partitions, ids)
@@ -238,7 +240,7 @@ def test_rows_keep_the_shape_of_the_ids(name: str, shape: tuple[int, ...]) -> No
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", PARTITIONS)
 def test_a_gpu_gives_the_same_rows(name: str) -> None:
-    for n in (1000, STORED_SIZE) if name == "explicit" else (1000, 10**12, 2**63 - 1):
+    for n in (1000, STORED_SIZE) if name in STORED else (1000, 10**12, 2**63 - 1):
         partition = build(name, n, {})
         ids = torch.randint(0, n, (10_000,))
         rows = partition.rows(ids.cuda())

@@ -25,6 +25,7 @@ KINDS = {
     "sum": "PooledGroup",
     "concat": "PooledGroup",
     "feature": "PooledGroup",
+    "concat_sum": "PooledGroup",
     "product": "ProductGroup",
     "path_linear": "PathGroup",
     "path_mlp": "PathGroup",
@@ -50,7 +51,7 @@ def replicate(table: CompositionalEmbeddingConfig, world_size: int) -> Any:
 
 def expected_kind(composition: str, pooling: str | None, kernel: str) -> str:
     by_column = not composition.startswith("path") and composition not in ("weighted_sum", "tensor_train")
-    if kernel == "auto" and pooling != "max" and by_column:
+    if kernel == "auto" and pooling != "max" and by_column and composition != "concat_sum":
         return "FusedGroup"
     if pooling is None:
         return "SequenceGroup"

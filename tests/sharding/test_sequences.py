@@ -15,7 +15,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from distembed.base.errors import UserError
 from distembed.composition import Concat, PathMLP
 from distembed.embedding import CompositionalEmbeddingCollection, CompositionalEmbeddingConfig
-from distembed.partitions import ChineseRemainder, MixedRadix, MultiHash, QuotientRemainder, Remainder
+from distembed.partitions import ChineseRemainder, Clustered, MixedRadix, MultiHash, QuotientRemainder, Remainder
 from distembed.sharding import CompositionalEmbeddingCollectionSharder
 from tests.layouts import scatter_columns
 from tests.placing import plan_as
@@ -23,7 +23,7 @@ from tests.ranks import run_cases, run_on_ranks
 from tests.sharding.test_sharded_equals_unsharded import check_weights
 
 SIZES = {"a": 1000, "b": 77, "c": 500, "d": 500, "e": 30, "f": 300, "g": 600, "h": 900, "i": 1, "j": 800, "k": 700}
-SIZES |= {"l": 600}
+SIZES |= {"l": 600, "m": 600}
 DIM = 16
 CASES = list(itertools.product(["table_wise", "row_wise", "data_parallel"], ["sgd", "adagrad"]))
 CASES += [("column_wise", "sgd"), ("scattered", "adagrad")]
@@ -44,6 +44,7 @@ def tables() -> list[CompositionalEmbeddingConfig]:
         make("j", 800, DIM, ["j"], MultiHash(800, moduli=[60, 50, 200]), "weighted_sum"),
         make("k", 700, DIM, ["k"], MultiHash(700, num_buckets=80), "sum"),
         make("l", 600, DIM, ["l"], MixedRadix(600, num_partitions=3), "tensor_train"),
+        make("m", 600, DIM, ["m"], Clustered(600, num_buckets=40, num_partitions=5), "concat_sum"),
     ]
 
 

@@ -21,7 +21,15 @@ from distembed.base.errors import UserError
 from distembed.composition import Concat, PathMLP, TensorTrain
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.embedding.settings import VectorExchange
-from distembed.partitions import ChineseRemainder, Explicit, MixedRadix, MultiHash, QuotientRemainder, Remainder
+from distembed.partitions import (
+    ChineseRemainder,
+    Clustered,
+    Explicit,
+    MixedRadix,
+    MultiHash,
+    QuotientRemainder,
+    Remainder,
+)
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder, default_sharders
 from distembed.sharding.placement import BY_ROWS
 from tests.placing import shard_as
@@ -29,7 +37,7 @@ from tests.ranks import run_cases, run_on_ranks
 
 SIZES = {"a": 1000, "b": 77, "c": 5000, "d": 5000, "e": 30, "f": 300, "g": 400}
 SIZES |= {"h": 600, "i": 600, "j": 900, "k": 500, "l": 500, "m": 200, "n": 64, "o": 1, "p": 3}
-SIZES |= {"q": 700, "r": 700, "s": 800, "t": 900, "u": 600, "v": 700}
+SIZES |= {"q": 700, "r": 700, "s": 800, "t": 900, "u": 600, "v": 700, "w": 600}
 DIM = 8
 
 
@@ -57,6 +65,7 @@ def tables() -> list[CompositionalEmbeddingBagConfig]:
         make("t", 900, DIM, ["t"], MultiHash(900, num_buckets=100), "sum"),
         make("u", 600, DIM, ["u"], QuotientRemainder(600, collisions=5), TensorTrain(2, [4, 2]), pooling="mean"),
         make("v", 700, DIM, ["v"], MixedRadix(700, num_partitions=3), TensorTrain([2, 4])),
+        make("w", 600, DIM, ["w"], Clustered(600, num_buckets=40, num_partitions=4), "concat_sum"),
         make("n", 64, DIM, ["n"], Explicit(64, [torch.arange(64) // 8, torch.arange(64) % 8]), Concat([4, 4])),
     ]
 

@@ -43,6 +43,7 @@ WORLD_SIZE = 2
 SHARDING_TYPES = ("table_wise", "column_wise", "table_column_wise", "row_wise", "data_parallel")
 SEQUENCE_DIM = 8
 DIMS = {"product": 16, "sum": 32, "concat": 16, "path_linear": 8, "path_mlp": 16, "weighted_sum": 8, "tensor_train": 16}
+DIMS["concat_sum"] = 16
 
 
 def configs(prefix: str) -> list[EmbeddingBagConfig]:

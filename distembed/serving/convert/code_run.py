@@ -34,6 +34,7 @@ from distembed.data.dataset.manifest import id_fingerprint
 from distembed.data.prepare.staging import require_outside, staged_folder
 from distembed.embedding.collections import embedding_modules
 from distembed.embedding.config import CompositionalEmbeddingConfig
+from distembed.embedding.occurrences import id_occurrences
 from distembed.embedding.settings import TableConfig
 from distembed.partitions import PARTITIONS
 from distembed.serving.convert.code_options import DATA_TYPES, CodedRun, CodeOptions
@@ -41,7 +42,7 @@ from distembed.serving.convert.code_search import LossSearch, Validation
 from distembed.serving.convert.code_sizes import Option, TableSizes, total_bytes
 from distembed.serving.convert.code_weights import IdWeights
 from distembed.serving.convert.models import full_table_names
-from distembed.serving.convert.run_source import RunAsStock, id_occurrences
+from distembed.serving.convert.run_source import RunAsStock
 from distembed.serving.convert.run_start import NewRun, write_converted
 from distembed.serving.convert.table_codes import (
     CodedPoints,

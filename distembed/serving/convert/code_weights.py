@@ -29,8 +29,8 @@ from torch import Tensor
 from distembed.checkpoints.optimizer_state import name_with_columns
 from distembed.data.dataset.manifest import Manifest
 from distembed.embedding.config import CompositionalEmbeddingConfig
+from distembed.embedding.occurrences import id_weights
 from distembed.serving.convert.run_source import RunAsStock
-from distembed.serving.convert.tables import id_weights
 
 
 class IdWeights:

@@ -3,13 +3,10 @@
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
 from distembed.base.errors import UserError
-from distembed.data.dataset.manifest import Manifest
-from distembed.data.dataset.schema import Schema
 from distembed.embedding.collections import embedding_modules, weight_names_of_table
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.serving.convert.models import full_table_names
@@ -39,11 +36,15 @@ class RunAsStock(Mapping[str, Tensor]):
         collections = embedding_modules(blueprint.build_unsharded())
         # by the name of a full weight: the compositional table, and the names of its partitions in the checkpoint
         self._composed: dict[str, tuple[CompositionalEmbeddingConfig, list[str]]] = {}
+        states = set[str]()  # of partitions, which the tables here take
         for name, (path, table) in full_table_names(collections).items():
             if _PREFIX + name not in self._saved:  # else it was trained with TorchRec's own collection
                 weights = weight_names_of_table(collections[path], table)
                 self._composed[name] = (table, [f"{_PREFIX}{path}.{weight}" for weight in weights])
-        composed = {weight for _, weights in self._composed.values() for weight in weights}
+                keys = {state: f"{_PREFIX}{path}.{table.name}__{state}" for state in table.scheme.state}
+                table.scheme.load_state({state: self._saved[key] for state, key in keys.items()})
+                states.update(keys.values())
+        composed = {weight for _, weights in self._composed.values() for weight in weights} | states
         copied = [key for key in self._saved if key.startswith(_PREFIX) and key not in composed]
         self._names = dict.fromkeys([*(key.removeprefix(_PREFIX) for key in copied), *self._composed])
 
@@ -67,6 +68,10 @@ class RunAsStock(Mapping[str, Tensor]):
         if name not in self._composed:
             return None
         return lambda: [self._saved[weight] for weight in self._composed[name][1]]
+
+    def partition_state(self, name: str) -> Mapping[str, Tensor]:
+        """Returns the state of the partitions of a full weight's table."""
+        return self._composed[name][0].scheme.state if name in self._composed else {}
 
     def saved_states(self, weight: str) -> dict[str, Tensor]:
         """Returns the optimizer states of a weight of the run's own model, by ``WEIGHT.STATE``."""
@@ -95,36 +100,3 @@ class RunAsStock(Mapping[str, Tensor]):
             return None
         saved_state = self._saved[key]
         return saved_state if rows is None else saved_state[rows]
-
-
-def id_occurrences(
-    dataset: str, manifest: Manifest, schema: Schema, tables: list[CompositionalEmbeddingConfig]
-) -> dict[str, Tensor]:
-    """Returns how often each id occurs in training, by table name, from the counts in a dataset's vocabularies.
-
-    Missing and unknown values occur as often as the manifest counts rows without a value and rows of dropped values; an
-    empty list looks no id up. Tables that hash their ids, or have another number of ids than the vocabulary, are left
-    out.
-
-    Args:
-        dataset: The folder of the dataset.
-        manifest: Its manifest.
-        schema: The columns of batches: the dataset's and the task's, whose features may have the ids of others.
-        tables: The tables.
-    """
-    features = {feature.name: feature for feature in schema.categorical}
-    occurrences = {}
-    for table in tables:
-        own = [features[name] for name in table.feature_names if name in features]
-        vocabulary = manifest.vocabularies.get(own[0].table_name) if own else None
-        if vocabulary is None or table.pre_hash is not None:
-            continue
-        file = manifest.require_unchanged(dataset, vocabulary.file)
-        counted = torch.from_numpy(pq.read_table(file, columns=["count"])["count"].to_numpy().copy())
-        single = [manifest.vocabularies.get(feature.name) for feature in own if not feature.multi_hot]
-        num_missing = sum(found.rows_missing for found in single if found is not None)
-        reserved = torch.tensor([num_missing, vocabulary.rows_dropped], dtype=counted.dtype)
-        counts = torch.cat([reserved, counted])
-        if len(counts) == table.num_embeddings:
-            occurrences[table.name] = counts
-    return occurrences

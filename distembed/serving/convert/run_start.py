@@ -30,12 +30,13 @@ from distembed.checkpoints.store import CheckpointStore, checkpoint_name, checkp
 from distembed.data.dataset.kept import keep_dataset
 from distembed.data.dataset.manifest import Manifest
 from distembed.embedding.collections import embedding_modules, weight_names_of_table
+from distembed.embedding.occurrences import id_occurrences
 from distembed.embedding.tables import CompositionalTables
 from distembed.models import Model
 from distembed.optim.kinds import OPTIMIZERS, NumberPer
 from distembed.optim.optimizers import table_parameters
 from distembed.serving.convert.models import from_stock, full_table_names
-from distembed.serving.convert.run_source import RunAsStock, id_occurrences
+from distembed.serving.convert.run_source import RunAsStock
 from distembed.serving.convert.tables import FitError, carried_sums
 from distembed.tasks import batch_schema
 from distembed.tasks.seen_items import decided_task
@@ -188,10 +189,16 @@ def write_converted(
 def _kept_weights(
     model: nn.Module, source: RunAsStock | Path, names: Collection[str]
 ) -> dict[str, Callable[[], Sequence[Tensor]]]:
-    """Returns a function that reads the partitions of each of some tables from a run, by the table's name."""
+    """Returns a function that reads the partitions of each of some tables from a run, by the table's name.
+
+    The state of their partitions is set.
+    """
     if not isinstance(source, RunAsStock):
         return {}
     tables = full_table_names(embedding_modules(model)).items()
+    for full_name, (_, table) in tables:
+        if table.name in names:
+            table.scheme.load_state(source.partition_state(full_name))
     weights = {table.name: source.partition_weights(full_name) for full_name, (_, table) in tables}
     return {name: read for name, read in weights.items() if name in names and read is not None}
 

@@ -30,10 +30,9 @@ from torch import Tensor
 
 from distembed.base.errors import UserError
 from distembed.embedding.config import CompositionalEmbeddingConfig
+from distembed.embedding.occurrences import id_weights
 from distembed.partitions import Partition
 
-_UNSEEN_WEIGHT = 1e-3
-"""Weight of an id that never occurred; one that occurred once weighs 1."""
 _IDS_PER_CHUNK = 1 << 16
 _MOST_SWEEPS = 50
 _LEAST_GAIN = 1e-3
@@ -160,22 +159,6 @@ def _require_full(table: CompositionalEmbeddingConfig, vectors: Tensor) -> None:
         )
     if not all(bool(rows.isfinite().all()) for rows in vectors.split(_IDS_PER_CHUNK)):
         raise UserError(f"table {table.name!r}: the full table holds numbers that are not finite; it cannot be fitted.")
-
-
-def id_weights(table: CompositionalEmbeddingConfig, counts: Tensor | None) -> Float[Tensor, " ids"]:
-    """Returns a positive weight of each id: its count, :data:`_UNSEEN_WEIGHT` for a count of 0, or 1 without counts.
-
-    Raises a :class:`UserError` unless there is a finite count of 0 or more for each id.
-    """
-    if counts is None:
-        return torch.ones(1).expand(table.num_embeddings)
-    weights = counts.to(torch.float32)
-    if tuple(counts.shape) != (table.num_embeddings,) or not bool((weights.isfinite() & (weights >= 0)).all()):
-        raise UserError(
-            f"table {table.name!r}: counts has the shape {tuple(counts.shape)}; give a count that is not negative for "
-            f"each of {table.num_embeddings} ids."
-        )
-    return torch.where(weights > 0, weights, _UNSEEN_WEIGHT)
 
 
 def _error(table: CompositionalEmbeddingConfig, full: _WeightedVectors, weights: Sequence[Tensor]) -> FitError:

@@ -1,0 +1,63 @@
+"""How often each id of a table occurs in training, and the weights of ids that follow."""
+
+import pyarrow.parquet as pq
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from distembed.base.errors import UserError
+from distembed.data.dataset.manifest import Manifest
+from distembed.data.dataset.schema import Schema
+from distembed.embedding.config import CompositionalEmbeddingConfig
+
+_UNSEEN_WEIGHT = 1e-3
+"""Weight of an id that never occurred; one that occurred once weighs 1."""
+
+
+def id_occurrences(
+    dataset: str, manifest: Manifest, schema: Schema, tables: list[CompositionalEmbeddingConfig]
+) -> dict[str, Tensor]:
+    """Returns how often each id occurs in training, by table name, from the counts in a dataset's vocabularies.
+
+    Missing and unknown values occur as often as the manifest counts rows without a value and rows of dropped values; an
+    empty list looks no id up. Tables that hash their ids, or have another number of ids than the vocabulary, are left
+    out.
+
+    Args:
+        dataset: The folder of the dataset.
+        manifest: Its manifest.
+        schema: The columns of batches: the dataset's and the task's, whose features may have the ids of others.
+        tables: The tables.
+    """
+    features = {feature.name: feature for feature in schema.categorical}
+    occurrences = {}
+    for table in tables:
+        own = [features[name] for name in table.feature_names if name in features]
+        vocabulary = manifest.vocabularies.get(own[0].table_name) if own else None
+        if vocabulary is None or table.pre_hash is not None:
+            continue
+        file = manifest.require_unchanged(dataset, vocabulary.file)
+        counted = torch.from_numpy(pq.read_table(file, columns=["count"])["count"].to_numpy().copy())
+        single = [manifest.vocabularies.get(feature.name) for feature in own if not feature.multi_hot]
+        num_missing = sum(found.rows_missing for found in single if found is not None)
+        reserved = torch.tensor([num_missing, vocabulary.rows_dropped], dtype=counted.dtype)
+        counts = torch.cat([reserved, counted])
+        if len(counts) == table.num_embeddings:
+            occurrences[table.name] = counts
+    return occurrences
+
+
+def id_weights(table: CompositionalEmbeddingConfig, counts: Tensor | None) -> Float[Tensor, " ids"]:
+    """Returns a positive weight of each id: its count, :data:`_UNSEEN_WEIGHT` for a count of 0, or 1 without counts.
+
+    Raises a :class:`UserError` unless there is a finite count of 0 or more for each id.
+    """
+    if counts is None:
+        return torch.ones(1).expand(table.num_embeddings)
+    weights = counts.to(torch.float32)
+    if tuple(counts.shape) != (table.num_embeddings,) or not bool((weights.isfinite() & (weights >= 0)).all()):
+        raise UserError(
+            f"table {table.name!r}: counts has the shape {tuple(counts.shape)}; give a count that is not negative for "
+            f"each of {table.num_embeddings} ids."
+        )
+    return torch.where(weights > 0, weights, _UNSEEN_WEIGHT)

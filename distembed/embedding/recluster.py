@@ -1,0 +1,102 @@
+"""Re-clusters a table of the partition ``clustered``: similar ids get a common row (CCE).
+
+Source: Tsang and Ahle, "Clustering the Sketch: Dynamic Compression for Embedding Tables", NeurIPS 2023. For each block
+i of columns, over all ids x with weights w_x, their occurrences in training::
+
+    v_x = T_i[a_i[x]] + T'_i[h_i(x)]          the vectors until now
+    centroids, codes = k-means of v by w      as many centroids as T_i has rows
+    a_i := codes,  T_i := centroids,  T'_i := 0,  h_i := a new hash
+
+So the vector of each id becomes its centroid, and training separates the ids of a cluster again where the loss asks for
+it. A row of T_i starts with the weighted mean of its ids' optimizer states, a row of T'_i with states of 0.
+
+Memory holds a block of all full vectors, the rows of all ids as int64, and what k-means needs: a weight, a code and a
+distance of each id.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int32, Int64
+from torch import Tensor
+
+from distembed.base.errors import UserError
+from distembed.embedding.config import CompositionalEmbeddingConfig
+from distembed.partitions import Clustered
+from distembed.partitions.kmeans import k_means
+
+
+@dataclass(frozen=True)
+class Reclustered:
+    """New numbers of a table.
+
+    Attributes:
+        rows: The row of each id in each stored partition.
+        values: The weight and the optimizer states of each partition, by the names that they were given under.
+    """
+
+    rows: Int32[Tensor, "stored ids"]
+    values: Sequence[Mapping[str, Tensor]]
+
+
+def require_clustered(table: CompositionalEmbeddingConfig) -> None:
+    """Raises a :class:`UserError` unless a table has the composition whose parts are sums of stored and hashed rows."""
+    num_partitions, name = len(table.scheme.num_rows), table.combine.name
+    if name != "concat_sum" and (name, num_partitions) != ("sum", 2):
+        raise UserError(
+            f"table {table.name!r} has partition clustered and composition {name!r}, which cannot be clustered part by "
+            "part; use composition concat_sum."
+        )
+
+
+@torch.no_grad()
+def recluster(
+    table: CompositionalEmbeddingConfig,
+    weights: Sequence[Float[Tensor, "rows_j dim_j"]],
+    states: Sequence[Mapping[str, Tensor]],
+    id_weights: Float[Tensor, " ids"],
+    seed: int,
+    device: torch.device | None = None,
+) -> Reclustered:
+    """Returns the clusters of a table's vectors; equal arguments give equal clusters. The table stays as it is.
+
+    Args:
+        table: A table of the partition ``clustered``; see :func:`require_clustered`.
+        weights: The weights of its partitions, on the CPU.
+        states: The optimizer states of each partition that have a number for each weight or for each row.
+        id_weights: A positive weight of each id.
+        seed: The seed of k-means.
+        device: The device of k-means; the CPU unless given.
+    """
+    scheme = table.scheme
+    assert isinstance(scheme, Clustered)
+    rows = scheme.rows(torch.arange(table.num_embeddings))
+    num_stored = scheme.num_stored
+    codes: list[Tensor] = []
+    values: list[dict[str, Tensor]] = []
+    for part, own in enumerate(rows[:num_stored]):
+        vectors = weights[part][own].float()
+        if num_stored + part < len(rows):
+            vectors += weights[num_stored + part][rows[num_stored + part]]
+        on_device = (vectors.to(device), id_weights.to(device))
+        clusters = k_means(*on_device, scheme.num_rows[part], seed + part)
+        codes.append(clusters.codes.cpu())
+        centroids = torch.zeros_like(weights[part])
+        centroids[: len(clusters.centroids)] = clusters.centroids.cpu()
+        means = {name: _means(state[own], codes[part], id_weights, len(state)) for name, state in states[part].items()}
+        values.append({"weight": centroids, **means})
+    for part in range(num_stored, len(rows)):
+        cleared = {"weight": weights[part], **states[part]}
+        values.append({name: torch.zeros_like(value) for name, value in cleared.items()})
+    return Reclustered(torch.stack(codes).int(), values)
+
+
+def _means(
+    values: Float[Tensor, "ids *dim"], codes: Int64[Tensor, " ids"], weights: Float[Tensor, " ids"], num_rows: int
+) -> Float[Tensor, "rows *dim"]:
+    """Returns the weighted mean of the values of each code's ids; 0 for a row without ids."""
+    weights = weights.double()
+    totals = weights.new_zeros(num_rows).index_add_(0, codes, weights.expand(len(codes)))
+    scaled = (weights / totals[codes]).view(-1, *[1] * (values.dim() - 1)) * values.double()
+    return scaled.new_zeros(num_rows, *values.shape[1:]).index_add_(0, codes, scaled).to(values.dtype)
