@@ -91,6 +91,8 @@ class Clustered(MultiHash):
         self.state_changed()
 
     def rows(self, ids: Int64[Tensor, "*shape"]) -> Int64[Tensor, "k *shape"]:
+        if not self._has_state:
+            return super().rows(ids)
         state = self.state
         if isinstance(ids, torch.Tensor) and ids.device.type != "cpu":  # else torch.fx may trace it
             if ids.device not in self._copies:
@@ -101,6 +103,11 @@ class Clustered(MultiHash):
         stored = packed.take(each * self.num_stored + torch.arange(self.num_stored, device=ids.device))
         before, after, moduli = state["keys"].to(ids.device).unbind()
         return torch.cat([stored, rows_by_keys(each, before, after, moduli)], dim=-1).movedim(-1, 0)
+
+    @property
+    def _has_state(self) -> bool:
+        """Whether rows are stored: at first they follow from the hashes, so that tables are planned without memory."""
+        return "state" in self.__dict__
 
     @property
     def _bits(self) -> int:
@@ -115,8 +122,14 @@ class Clustered(MultiHash):
         stored = packed_bytes(self.num_embeddings * self.num_stored, max(self.num_rows[: self.num_stored]))
         return stored + _BYTES_OF_HASH * (len(self.num_rows) - self.num_stored)
 
-    def _identity(self) -> dict[str, Any]:
-        return {**super()._identity(), "state": list(self.state.values())}
+    def __eq__(self, other: object) -> bool:
+        """Returns whether another scheme of this class gives equal rows, now and after the same clusterings."""
+        is_equal = super().__eq__(other)
+        if is_equal is not True or not isinstance(other, Clustered) or not (self._has_state or other._has_state):
+            return is_equal
+        return all(torch.equal(own, other.state[name]) for name, own in self.state.items())
+
+    __hash__ = MultiHash.__hash__
 
     @property
     def description(self) -> str:
