@@ -59,7 +59,9 @@ class Clustered(MultiHash):
     def __init__(self, num_embeddings: int, **sizes: Any) -> None:
         super().__init__(num_embeddings, **sizes)
         if max(self.num_rows) > _MOST_ROWS:
-            raise UserError(f"clustered has a partition of {max(self.num_rows)} rows; at most 2^31 are allowed.")
+            raise UserError(
+                f"clustered has a partition of {max(self.num_rows)} rows; give at most 2^31 by num_buckets or moduli."
+            )
         self.num_stored = -(-len(self.num_rows) // 2)
         self._copies: dict[torch.device, dict[str, Tensor]] = {}
 

@@ -124,7 +124,7 @@ def test_initial_vectors_have_a_full_tables_variance(composition: str) -> None:
 @pytest.mark.parametrize("composition", COMPOSITIONS)
 @pytest.mark.parametrize("partition", PARTITIONS)
 def test_a_config_counts_what_a_module_has(partition: str, composition: str) -> None:
-    num_embeddings = 50 if partition == "explicit" else 10**12
+    num_embeddings = {"explicit": 50, "clustered": 10**9}.get(partition, 10**12)
     config = CompositionalEmbeddingBagConfig(
         "t", num_embeddings, 16, ["f"], make_partition(partition, num_embeddings), composition
     )

@@ -52,5 +52,5 @@ def test_hashes_spread_evenly_after_every_draw() -> None:
 
 
 def test_rows_that_the_hash_does_not_reach_are_refused() -> None:
-    with pytest.raises(UserError, match=r"has a partition of 2147483649 rows; at most 2\^31"):
+    with pytest.raises(UserError, match=r"has a partition of 2147483649 rows; give at most 2\^31"):
         Clustered(10, num_buckets=2**31 + 1)

@@ -125,13 +125,15 @@ def test_of_a_table_in_host_memory_the_small_partition_and_the_cache_are_on_the_
             )
 
 
-@pytest.mark.parametrize("composition", ["product", "concat", "path_linear", "weighted_sum", "tensor_train"])
+@pytest.mark.parametrize(
+    "composition", ["product", "concat", "path_linear", "weighted_sum", "tensor_train", "concat_sum"]
+)
 @pytest.mark.parametrize("kernel", ["fused", "dense", "fused_uvm_caching"])
 def test_a_shard_s_slice_has_the_storage_that_the_placed_table_has_there(composition: str, kernel: str) -> None:
     table = CompositionalEmbeddingBagConfig("t", 1001, 16, ["t"], QuotientRemainder(1001, collisions=4), composition)
     cluster, optimizers = Cluster(find_device("h100-80gb"), 2, 2), TableOptimizers("row_wise_adagrad")
     ways = [("table_wise", 1, [1]), ("row_wise", 1, [0, 1, 2, 3]), ("table_row_wise", 1, [2, 3])]
-    if composition in ("product", "concat"):
+    if composition in ("product", "concat", "concat_sum"):
         ways += [("column_wise", 2, [3, 1]), ("grid_shard", 2, [0, 1, 2, 3])]
     for sharding_type, num_ranges, ranks in ways:
         wide = 16 // num_ranges

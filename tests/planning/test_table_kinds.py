@@ -23,7 +23,7 @@ from distembed.embedding import (
 )
 from distembed.embedding.settings import LookupKernel, QuantizedCommsConfig, VectorExchange
 from distembed.optim.declared import TableOptimizers
-from distembed.partitions import MultiHash, Partition, QuotientRemainder, Remainder
+from distembed.partitions import Clustered, MultiHash, Partition, QuotientRemainder, Remainder
 from distembed.planning import PlanConfig, Workload, make_plan
 from distembed.planning.config import TablePlanConfig
 from distembed.planning.devices import Cluster, find_device
@@ -67,6 +67,8 @@ def test_an_optimizer_that_the_pass_lacks_leaves_what_torch_updates() -> None:
         ({"composition": PathLinear()}, "path_linear does not compose column by column"),
         ({"composition": "weighted_sum"}, "the kernels have no formula of weighted_sum"),
         ({"composition": "tensor_train"}, "the kernels have no formula of tensor_train"),
+        ({"composition": "concat_sum"}, "the kernels have no formula of concat_sum"),
+        ({"partition": Clustered(NUM_IDS)}, "rows of clustered are not digits of ids"),
         ({"pooling": "max"}, "pooling is max"),
         ({"embedding_dim": 6}, "a number of columns is no multiple of 4"),
     ],
