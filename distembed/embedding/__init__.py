@@ -6,7 +6,7 @@ from distembed.base.lazy import imports_on_demand
 
 if TYPE_CHECKING:
     from distembed.embedding.bag import CompositionalEmbeddingBag
-    from distembed.embedding.build import build_tables, reason_to_stay_full
+    from distembed.embedding.build import build_tables, reason_to_stay_full, table_features
     from distembed.embedding.collections import CompositionalEmbeddingBagCollection, CompositionalEmbeddingCollection
     from distembed.embedding.composed_vectors import materialise
     from distembed.embedding.config import CompositionalEmbeddingBagConfig, CompositionalEmbeddingConfig, vector_names
@@ -24,6 +24,7 @@ __all__ = [
     "build_tables",
     "materialise",
     "reason_to_stay_full",
+    "table_features",
     "vector_names",
 ]
 __getattr__ = imports_on_demand(__name__)

@@ -6,11 +6,13 @@ their rows. A setting that a scheme computes from the number of ids is therefore
     before   1,000 ids   {partition: quotient_remainder, collisions: 4}       250 remainders, 4 quotients
     now      1,300 ids   {partition: quotient_remainder, num_buckets: 250}    250 remainders, 6 quotients
 
-A full table stays full, and a compressed one stays compressed.
+A full table stays full, and a compressed one stays compressed. A unified table cannot grow: the ids of its features
+follow each other, so that later features would get other ids.
 """
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from distembed.base.errors import UserError
@@ -21,6 +23,7 @@ from distembed.data.dataset.schema import CategoricalFeature
 from distembed.embedding.config import CompositionalEmbeddingBagConfig, DataType
 from distembed.embedding.settings import EmbeddingConfig, TableConfig
 from distembed.partitions import PARTITIONS, KeyedHash, Naive, Partition
+from distembed.partitions.base import MAX_NUM_EMBEDDINGS
 from distembed.partitions.settings import setting_names
 from distembed.sse import SSE
 
@@ -35,7 +38,8 @@ def build_tables(
 ) -> list[CompositionalEmbeddingBagConfig]:
     """Returns one table for each feature that does not name another feature's table; it has the feature's name.
 
-    Features that name it are looked up in it too. A small table, or one that compression would not shrink, stays full.
+    Features that name it are looked up in it too. Features of a unified table have that table in place of their own.
+    A small table, or one that compression would not shrink, stays full.
 
     Args:
         features: The dataset's features.
@@ -46,18 +50,68 @@ def build_tables(
     Raises:
         UserError: ``config.tables`` names a feature that does not exist, or a scheme's settings are not valid.
     """
-    with_table = [feature for feature in features if feature.table is None]
-    names = [feature.name for feature in with_table]
-    for name in config.tables:
-        one_of("embedding.tables", name, names)
     tables = []
-    for feature in with_table:
-        table = _build_table(feature, config.for_table(feature.name), seed)
-        of_table = [user for user in features if user.table_name == feature.name]
-        looked_up = [user.name for user in of_table if user.is_looked_up]
+    for feature in table_features(features, config):
+        settings = config.for_table(feature.name)
+        table = _build_table(feature, settings, seed)
+        looked_up = {
+            user.name: user.table_name
+            for user in features
+            if user.is_looked_up and config.table_of(user.table_name) == feature.name
+        }
+        first_ids = None
+        if settings.features is not None:
+            sizes = _feature_sizes(feature.name, settings, features)
+            firsts = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
+            first_ids = {name: firsts[owner] for name, owner in looked_up.items()}
         rules = {name: rule for name, rule in (sse or {}).items() if name in looked_up}
-        tables.append(dataclasses.replace(table, feature_names=looked_up, sse=rules or None, kernel=config.kernel))
+        table = dataclasses.replace(
+            table, feature_names=list(looked_up), first_ids=first_ids, sse=rules or None, kernel=config.kernel
+        )
+        tables.append(table)
     return tables
+
+
+def table_features(features: Sequence[CategoricalFeature], config: EmbeddingConfig) -> list[CategoricalFeature]:
+    """Returns a feature for each table of a config, with the table's name and number of ids.
+
+    They are the features with tables of their own, and then one for each unified table, whose ids are the ids of its
+    features one after another.
+
+    Raises:
+        UserError: ``config.tables`` names a feature that does not exist, or a unified table has too many ids.
+    """
+    own = {feature.name: feature for feature in features if feature.table is None}
+    unified = []
+    for name, settings in config.tables.items():
+        if settings.features is None:
+            one_of("embedding.tables", name, own)
+            continue
+        if name in own:
+            raise UserError(
+                f"embedding.tables.{name} has features, so it is a unified table, and {name!r} is a feature of the "
+                "dataset; give the table another name."
+            )
+        num_ids = sum(_feature_sizes(name, settings, features).values())
+        if num_ids > MAX_NUM_EMBEDDINGS:
+            raise UserError(
+                f"embedding.tables.{name}.features have {num_ids} ids in all, and a table has at most 2^63-1; set its "
+                "hash_seed, by which each feature's ids are hashed into an equal share, or prepare the features with a "
+                "smaller hash_size."
+            )
+        unified.append(CategoricalFeature(name, num_ids))
+    return [feature for name, feature in own.items() if config.table_of(name) == name] + unified
+
+
+def _feature_sizes(name: str, settings: TableConfig, features: Sequence[CategoricalFeature]) -> dict[str, int]:
+    """Returns the number of ids of each feature in ``settings.features`` of a unified table, in their order.
+
+    The ids of a table that hashes them are cut to equal shares of 2^63-1 ids where they are more.
+    """
+    sizes = {feature.name: feature.num_embeddings for feature in features if feature.table is None}
+    chosen = settings.features or ()
+    most = MAX_NUM_EMBEDDINGS if settings.hash_seed is None else MAX_NUM_EMBEDDINGS // len(chosen)
+    return {each: min(sizes[one_of(f"embedding.tables.{name}.features", each, sizes)], most) for each in chosen}
 
 
 def reason_to_stay_full(feature: CategoricalFeature, settings: TableConfig) -> str | None:
@@ -125,17 +179,16 @@ def grown_embedding(
         UserError: Features have other tables than before, a table has fewer ids, hashes its ids and would grow, or an
             explicit assignment changes the rows of an earlier id.
     """
-    table_features = {feature.name: feature for feature in features if feature.table is None}
-    table_features_before = {feature.name: feature for feature in features_before if feature.table is None}
-    if table_features.keys() != table_features_before.keys():
-        differing = ", ".join(sorted(table_features.keys() ^ table_features_before.keys()))
+    grown, old = ({each.name: each for each in table_features(own, before)} for own in (features, features_before))
+    if grown.keys() != old.keys():
+        differing = ", ".join(sorted(grown.keys() ^ old.keys()))
         raise UserError(f"the tables differ from the earlier run's tables: {differing}; use the same tables in both.")
     tables = {}
-    for name, feature in table_features.items():
+    for name, feature in grown.items():
         settings = dataclasses.replace(
             before.for_table(name), **{key: getattr(now.for_table(name), key) for key in _WITHOUT_EFFECT_ON_WEIGHTS}
         )
-        tables[name] = _grown_table(table_features_before[name], before.for_table(name), feature, settings)
+        tables[name] = _grown_table(old[name], before.for_table(name), feature, settings)
     default = dataclasses.replace(before.default, id_policy=now.default.id_policy, assignments=now.default.assignments)
     own_tables = {name: table for name, table in tables.items() if table != default}
     return EmbeddingConfig(default, own_tables, now.output_dtype)
@@ -149,12 +202,11 @@ def require_same_settings(
     ``run`` names the earlier run. Settings without effect on weights may differ.
     """
     differences = []
-    for feature in features:
-        if feature.table is not None:
-            continue
-        old, new = (_relevant(embedding.for_table(feature.name)) for embedding in (before, now))
+    names = [feature.name for embedding in (before, now) for feature in table_features(features, embedding)]
+    for name in dict.fromkeys(names):
+        old, new = (_relevant(embedding.for_table(name)) for embedding in (before, now))
         differences += [
-            f"embedding, table {feature.name!r}: {key} was {old.get(key)!r} and is {new.get(key)!r}"
+            f"embedding, table {name!r}: {key} was {old.get(key)!r} and is {new.get(key)!r}"
             for key in old | new
             if old.get(key) != new.get(key)
         ]
@@ -187,6 +239,12 @@ def _grown_table(
             f"table {feature.name!r} hashes its ids (hash_seed {settings.hash_seed}) into {old_size}, so that it "
             f"cannot grow to {new_size}: known values would have other ids. Keep the dataset's number of ids."
         )
+    if new_size > old_size and settings.features is not None:
+        raise UserError(
+            f"table {feature.name!r} is unified: the ids of {', '.join(settings.features)} follow each other, so that "
+            f"it cannot grow from {old_size} ids to {new_size}: known values would have other ids. Keep the dataset's "
+            "vocabularies, or train from initial weights."
+        )
     if new_size > old_size:
         settings = dataclasses.replace(settings, **_pinned_settings(feature_before, before, new_size))
     _require_same_assignments(_scheme(feature_before, before), _scheme(feature, settings), feature.name)
@@ -213,8 +271,7 @@ def _pinned_settings(feature: CategoricalFeature, settings: TableConfig, num_emb
 
 def _scheme(feature: CategoricalFeature, settings: TableConfig) -> Partition:
     """Returns the scheme that a feature's table has with these settings."""
-    (table,) = build_tables([feature], EmbeddingConfig(settings))
-    return table.scheme
+    return _build_table(feature, settings, seed=0).scheme
 
 
 def _require_same_assignments(before: Partition, now: Partition, name: str) -> None:

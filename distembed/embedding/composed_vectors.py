@@ -36,6 +36,7 @@ def materialise(
     output: Path | str,
     ids: Tensor | Iterable[int] | None = None,
     rows_per_chunk: int | None = None,
+    feature: str | None = None,
 ) -> int:
     """Writes the composed vectors of ids, in their order; the file appears whole or not at all.
 
@@ -45,6 +46,7 @@ def materialise(
         output: The file to write; one that exists is replaced.
         ids: Raw ids, to which the table's hash and policy apply as in training; all ids of the table unless given.
         rows_per_chunk: How many vectors are composed and written at once, as a row group; 16 MiB of them unless given.
+        feature: The feature of a unified table that has the ids; None for ids of the table itself.
 
     Returns:
         The number of rows that were written.
@@ -68,7 +70,7 @@ def materialise(
     require_positive("rows_per_chunk", rows_per_chunk, "It is the number of vectors held at once.")
     num_rows = 0
     with whole_file(output) as temporary, _writer(temporary, schema) as writer:
-        for chunk, vectors in composed_chunks(table, weights, ids, rows_per_chunk):
+        for chunk, vectors in composed_chunks(table, weights, ids, rows_per_chunk, feature):
             writer.write_table(_arrow_table(chunk, vectors, schema), row_group_size=rows_per_chunk)
             num_rows += len(chunk)
     return num_rows
@@ -80,14 +82,15 @@ def composed_chunks(
     weights: Sequence[Tensor],
     ids: Tensor | Iterable[int] | None,
     rows_per_chunk: int,
+    feature: str | None = None,
 ) -> Iterator[tuple[Int64[Tensor, " ids"], Float[Tensor, "ids width"]]]:
     """Yields chunks of ids with their composed vectors in float32 on the CPU; arguments as for :func:`materialise`.
 
     Ids are yielded raw, before the table's hash or policy; a UserError refuses ids as there.
     """
     position = 0
-    for chunk in _chunks(table, ids, rows_per_chunk):
-        mapped = map_ids(table, chunk.to(weights[0].device), "ids", first_position=position)
+    for chunk in _chunks(table.ids_of(feature).num_ids, ids, rows_per_chunk):
+        mapped = map_ids(table, chunk.to(weights[0].device), "ids", position, feature)
         yield chunk, table.combine.embed(weights, table.scheme.rows(mapped)).float().cpu()
         position += len(chunk)
 
@@ -119,13 +122,11 @@ def _arrow_schema(table: CompositionalEmbeddingConfig) -> pa.Schema:
     )
 
 
-def _chunks(
-    table: CompositionalEmbeddingConfig, ids: Tensor | Iterable[int] | None, rows_per_chunk: int
-) -> Iterator[Int64[Tensor, " ids"]]:
+def _chunks(num_ids: int, ids: Tensor | Iterable[int] | None, rows_per_chunk: int) -> Iterator[Int64[Tensor, " ids"]]:
     """Yields the ids as int64 on the CPU, ``rows_per_chunk`` at a time; refuses ids that int64 cannot hold."""
     if ids is None:
-        for start in range(0, table.num_embeddings, rows_per_chunk):
-            yield torch.arange(start, min(start + rows_per_chunk, table.num_embeddings))
+        for start in range(0, num_ids, rows_per_chunk):
+            yield torch.arange(start, min(start + rows_per_chunk, num_ids))
     elif isinstance(ids, Tensor):
         if ids.dim() != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
             raise UserError(f"ids is a tensor of {ids.dtype} with the shape {tuple(ids.shape)}; give one row of int64.")

@@ -54,6 +54,15 @@ class PartitionTable:
 
 
 @dataclass(frozen=True)
+class FeatureIds:
+    """The ids of a feature, as they lie in its table: id x of the feature is id ``first + x`` of the table."""
+
+    first: int  # the table's id of the feature's id 0
+    num_ids: int  # the feature's ids lie in [0, num_ids)
+    oov_id: int  # the feature's id of unknown values
+
+
+@dataclass(frozen=True)
 class CompositionalEmbeddingConfig:
     """One table: its ids, how they are partitioned, and how the rows' vectors are composed.
 
@@ -84,6 +93,11 @@ class CompositionalEmbeddingConfig:
             trained by the dense optimizer, with its weight decay.
         all_scored: Whether a step scores all of the table's vectors, as a ranking of items does; the sharding types
             ``table_row_wise`` and ``grid_shard`` are then refused.
+        first_ids: The table's id of each feature's id 0, in a unified table (Coleman et al., "Unified Embedding",
+            NeurIPS 2023): id x of feature f is looked up as ``first_ids[f] + x``, so that equal ids of two features
+            differ. A feature's ids end where the next feature's ids begin, or at ``num_embeddings``. Features of one
+            vocabulary have one first id. ``id_policy``, ``oov_id``, ``pre_hash`` and ``sse`` apply to a feature's own
+            ids. Unless given, all features have the same ids.
         kernel: How sharded tables are looked up: ``fused`` maps, looks up, composes and pools in one pass and updates
             rows in another, ``fbgemm`` calls one FBGEMM lookup for each partition, and ``auto`` takes the way that was
             measured to be faster on the kind of device, if it supports the table. Results differ only by the order of
@@ -110,6 +124,7 @@ class CompositionalEmbeddingConfig:
     dense_gradient: bool = False
     all_scored: bool = False
     kernel: LookupKernel = "auto"
+    first_ids: Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name or "." in self.name:
@@ -151,13 +166,15 @@ class CompositionalEmbeddingConfig:
                 f"{where}: id_dtype is {self.id_dtype}, which does not hold ids up to {self.num_embeddings - 1}; use "
                 "int64."
             )
+        if self.first_ids is not None:
+            self._require_first_ids(self.first_ids, where)
         for feature, rule in self._given_rules():
             if feature not in self.feature_names or not isinstance(rule, SSE):
                 raise UserError(
                     f"{where}: sse is {self.sse!r}; give an instance, such as SSE(p0=0.01), or one for each feature "
                     f"that has a rule ({', '.join(self.feature_names)})."
                 )
-            rule.require_valid_for(self.num_embeddings, f"{where}: sse")
+            rule.require_valid_for(self.ids_of(feature).num_ids, f"{where}: sse")
         try:
             dims = self.combine.partition_dims(self.embedding_dim, len(self.scheme.num_rows))
         except UserError as error:
@@ -169,6 +186,51 @@ class CompositionalEmbeddingConfig:
                     f"{self.num_embeddings}: more than any machines hold. Lower embedding_dim, or compress it further "
                     "(collisions, num_partitions), or hash its ids into fewer."
                 )
+
+    def _require_first_ids(self, first_ids: object, where: str) -> None:
+        """Raises a :class:`UserError` unless every feature has a first id, of a feature with room for ``oov_id``."""
+        remedy = "give the table's id of each feature's id 0, such as {'a': 0, 'b': 1000} for 1000 ids of 'a'."
+        if not isinstance(first_ids, Mapping) or any(type(first) is not int for first in first_ids.values()):
+            raise UserError(f"{where}: first_ids is {first_ids!r}; {remedy}")
+        for feature in self.feature_names:
+            if feature not in first_ids:
+                raise UserError(
+                    f"{where}: first_ids lacks feature {feature!r}, and has {', '.join(first_ids)}; {remedy}"
+                )
+        if min(first_ids.values()) != 0 or max(first_ids.values()) >= self.num_embeddings:
+            raise UserError(
+                f"{where}: first_ids is {dict(first_ids)!r}; the least is 0, and all lie below num_embeddings="
+                f"{self.num_embeddings}, the number of ids of all features: raise it, or {remedy}"
+            )
+        assert self.oov_id is not None
+        for feature in first_ids:
+            own = self.ids_of(feature)
+            if own.oov_id < self.oov_id and self.oov_id > 1:
+                raise UserError(
+                    f"{where}: oov_id is {self.oov_id}, and feature {feature!r} has {own.num_ids} ids; the id of "
+                    "unknown values lies among the ids of every feature: lower it, or correct first_ids."
+                )
+
+    def ids_of(self, feature: str | None = None) -> FeatureIds:
+        """Returns the ids of a feature; all ids of the table for None, and where features have no ids of their own."""
+        assert self.oov_id is not None
+        if feature is None or self.first_ids is None:
+            return FeatureIds(0, self.num_embeddings, self.oov_id)
+        first = self.first_ids[feature]
+        stop = min((other for other in self.first_ids.values() if other > first), default=self.num_embeddings)
+        return FeatureIds(first, stop - first, min(self.oov_id, stop - first - 1))
+
+    @property
+    def vocabularies(self) -> dict[str, str | None]:
+        """The names of the table's vocabularies, each with a feature that has it: of the table itself, or of features.
+
+        A unified table has a vocabulary for each first id, named as the first feature with it. The ids of any other
+        table are of one vocabulary, named as the table, and of no feature.
+        """
+        if self.first_ids is None:
+            return {self.name: None}
+        by_first = {self.first_ids[feature]: feature for feature in reversed(self.feature_names)}
+        return {by_first[first]: by_first[first] for first in sorted(by_first)}
 
     def _given_rules(self) -> list[tuple[str, object]]:
         """Returns each feature with the rule given for it, not yet checked; a single rule is for every feature."""
@@ -311,9 +373,10 @@ def perturbation(tables: Sequence[CompositionalEmbeddingConfig], rank: int | Non
     from distembed.sse import FeaturePerturbation
 
     streams = [
-        IdStream(table.name, feature, table.num_embeddings, rule, table.seed)
+        IdStream(table.name, feature, own.num_ids, rule, table.seed, own.first)
         for table in tables
         for feature, rule in table.rules.items()
+        for own in [table.ids_of(feature)]
     ]
     return FeaturePerturbation(streams, rank)
 
@@ -330,4 +393,6 @@ def meaning_of_weights(table: CompositionalEmbeddingConfig) -> str:
     parts = [table.scheme.name, table.scheme.description, f"{table.combine.name} {settings}"]
     parts += [f"pooling {table.pooling}"] if isinstance(table, CompositionalEmbeddingBagConfig) else []
     parts += [f"ids hashed with seed {table.pre_hash.seed}"] if table.pre_hash is not None else []
+    firsts = sorted((first, feature) for feature, first in (table.first_ids or {}).items())
+    parts += [f"ids of {feature} from {first}" for first, feature in firsts]
     return "; ".join(parts)

@@ -4,6 +4,11 @@ A table may hash its ids first (``pre_hash``); ids that then lie outside of ``[0
 ``id_policy``. A batch whose ids all lie inside, the usual case, costs one pass over its ids, for the maximum of each
 feature. Ids are compared as unsigned numbers, among which a negative one is larger than any table.
 
+In a unified table a feature's ids are checked against the feature's own number of ids, and then its first id is added::
+
+    C3 of 100 ids      7  99         ->   7  99
+    C4 of 50 ids       7  49         ->   107  149       first_ids {C3: 0, C4: 100}
+
 All returned ids have one dtype, which the tables' settings decide (``id_dtype``) and never a batch: each rank maps its
 own batch, and ids of two types in one all-to-all would make gloo abort, or ranks look up other ids than were sent.
 """
@@ -21,7 +26,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from distembed.base.errors import UserError
 from distembed.base.tracing import is_traced, require_in_program
 from distembed.embedding.batches import require_integers, require_whole_batch, with_ids
-from distembed.embedding.config import CompositionalEmbeddingConfig, common_id_dtype
+from distembed.embedding.config import CompositionalEmbeddingConfig, FeatureIds, common_id_dtype
 
 _LARGEST_UNSIGNED = 2**64 - 1
 _SIGN_BIT = 2**63
@@ -57,7 +62,7 @@ class IdMapper:
         layout = self._find_layout(features)
         # the CPU knows which features have ids outside; on a GPU, all features whose ids may change are mapped
         if values.device.type == "cpu":
-            changed = layout.hashed + _features_outside(features, layout.last_ids)
+            changed = [*layout.always, *_features_outside(features, layout.last_ids)]
         else:
             _assert_inside(features, layout.device_bounds)
             changed = layout.mapped
@@ -79,7 +84,7 @@ class IdMapper:
         raw, mapped = features.values().split(counts), list(ids.split(counts))
         for index in changed:
             table = self._table_by_feature[keys[index]]
-            mapped[index] = map_ids(table, raw[index], f"feature {keys[index]!r}").to(self.dtype)
+            mapped[index] = map_ids(table, raw[index], feature=keys[index]).to(self.dtype)
         return torch.cat(mapped)
 
     def _map_traced(self, features: KeyedJaggedTensor) -> Int[Tensor, " ids"]:
@@ -89,7 +94,7 @@ class IdMapper:
         for index, key in enumerate(keys):
             table = self._table_by_feature.get(key)
             if table is not None:
-                mapped[index] = map_ids(table, mapped[index], f"feature {key!r}")
+                mapped[index] = map_ids(table, mapped[index], feature=key)
         return torch.cat([feature_ids.to(self.dtype) for feature_ids in mapped])
 
     @staticmethod
@@ -98,52 +103,65 @@ class IdMapper:
 
 
 def map_ids(
-    table: CompositionalEmbeddingConfig, ids: Int[Tensor, " ids"], where: str, first_position: int = 0
+    table: CompositionalEmbeddingConfig,
+    ids: Int[Tensor, " ids"],
+    where: str = "",
+    first_position: int = 0,
+    feature: str | None = None,
 ) -> Int64[Tensor, " ids"]:
     """Returns raw ids as ids of a table, in ``[0, num_embeddings)``: hashed, or else mapped by the table's policy.
+
+    The ids of a feature of a unified table are mapped into the feature's own range.
 
     Args:
         table: The table, whose hash and policy are applied.
         ids: Tensor of any integers.
-        where: Text for the error that says where the ids are from: ``feature 'C1'``.
+        where: Text for the error that says where the ids are from; the feature unless given.
         first_position: Position of ``ids[0]`` there, for the error.
+        feature: The feature that has the ids; None for ids of the table itself.
 
     Raises:
         UserError: The dtype is not of integers, or the policy is ``error`` and an id lies outside (a GPU or a program
             fails asynchronously instead).
     """
-    require_integers(f"table {table.name!r}, {where}: the ids", ids.dtype)
+    where = f"table {table.name!r}, {where or f'feature {feature!r}'}"
+    require_integers(f"{where}: the ids", ids.dtype)
+    own = table.ids_of(feature)
+    inside = _ids_inside(table, own, ids.long(), where, first_position)
+    return inside + own.first if own.first else inside
 
-    ids, num_ids = ids.long(), table.num_embeddings
+
+def _ids_inside(
+    table: CompositionalEmbeddingConfig, own: FeatureIds, ids: Int64[Tensor, " ids"], where: str, first_position: int
+) -> Int64[Tensor, " ids"]:
+    """Returns ids in ``[0, own.num_ids)``: hashed, or else mapped by the table's policy."""
     if table.pre_hash is not None:
-        return table.pre_hash.ids_of_int64(ids, num_ids)
+        return table.pre_hash.ids_of_int64(ids, own.num_ids)
     if table.id_policy == "modulo":
-        return ids % num_ids
-    outside = ids.clamp(0, num_ids - 1).ne(ids)
+        return ids % own.num_ids
+    outside = ids.clamp(0, own.num_ids - 1).ne(ids)
     if table.id_policy == "clip_to_oov":
-        assert table.oov_id is not None
-        return ids.masked_fill(outside, table.oov_id)
+        return ids.masked_fill(outside, own.oov_id)
     if is_traced():
         require_in_program(
             ~outside.any(),
-            f"table {table.name!r}, {where}: an id lies outside of 0 to {num_ids - 1} (num_embeddings={num_ids}); run "
-            "the batch uncompiled to see which.",
+            f"{where}: an id lies outside of 0 to {own.num_ids - 1} (num_embeddings={own.num_ids}); run the batch "
+            "uncompiled to see which.",
         )
     elif ids.device.type != "cpu":
         torch._assert_async(~outside.any(), _REFUSED_ON_DEVICE)
     elif outside.any():
         position = int(outside.nonzero()[0])
-        raise UserError(_refusal(table, where, first_position + position, int(ids[position])))
+        raise UserError(_refusal(own, where, first_position + position, int(ids[position])))
     return ids
 
 
-def _refusal(table: CompositionalEmbeddingConfig, where: str, position: int, value: int) -> str:
-    """Returns the text of the error for an id outside of its table."""
+def _refusal(own: FeatureIds, where: str, position: int, value: int) -> str:
+    """Returns the text of the error for an id outside of its table, or of its feature's ids."""
     return (
-        f"table {table.name!r}, {where}: the id at position {position} is {value}; ids lie between 0 and "
-        f"{table.num_embeddings - 1} (num_embeddings={table.num_embeddings}). Map unseen values to an "
-        "out-of-vocabulary id, make the table larger, or set the table's id_policy: clip_to_oov takes such an id for "
-        f"{table.oov_id} (oov_id), modulo for its remainder."
+        f"{where}: the id at position {position} is {value}; ids lie between 0 and {own.num_ids - 1} "
+        f"(num_embeddings={own.num_ids}). Map unseen values to an out-of-vocabulary id, make the table larger, or set "
+        f"the table's id_policy: clip_to_oov takes such an id for {own.oov_id} (oov_id), modulo for its remainder."
     )
 
 
@@ -154,9 +172,9 @@ class _Layout:
     keys: list[str]
     dtype: torch.dtype
     device: torch.device
-    hashed: list[int]  # indices of the features whose ids are hashed
-    mapped: list[int]  # indices of the features whose ids may change: they are hashed, or their policy is not error
-    last_ids: NDArray[np.uint64]  # by feature: the largest id that is not changed or refused; no limit if hashed
+    always: list[int]  # indices of the features whose ids always change: they are hashed, or moved in a unified table
+    mapped: list[int]  # indices of the features whose ids may change: always, or by a policy other than error
+    last_ids: NDArray[np.uint64]  # by feature: the largest id that is not changed or refused; no limit if always
     # by feature: the largest id that is not refused; sign bits are flipped, so that a signed comparison is unsigned
     device_bounds: Int64[Tensor, " keys"]
 
@@ -166,22 +184,23 @@ def _make_layout(
 ) -> _Layout:
     last_ids = np.full(len(keys), _LARGEST_UNSIGNED, dtype=np.uint64)
     bounds = last_ids.copy()
-    hashed, mapped = [], []
+    always, mapped = [], []
     for i, table in enumerate(tables):
         if table is None:
             continue
         require_integers(f"table {table.name!r}, feature {keys[i]!r}: the ids", dtype)
-        if table.pre_hash is not None:
-            hashed.append(i)
+        own = table.ids_of(keys[i])
+        if table.pre_hash is not None or own.first:  # map_ids checks the ids that it moves
+            always.append(i)
         else:
             # read as unsigned, negative ids lie beyond the dtype's own maximum
-            last_ids[i] = min(table.num_embeddings - 1, torch.iinfo(dtype).max)
-        if table.pre_hash is not None or table.id_policy != "error":
+            last_ids[i] = min(own.num_ids - 1, torch.iinfo(dtype).max)
+        if table.pre_hash is not None or own.first or table.id_policy != "error":
             mapped.append(i)
         else:
-            bounds[i] = table.num_embeddings - 1
+            bounds[i] = own.num_ids - 1
     device_bounds = torch.from_numpy((bounds ^ np.uint64(_SIGN_BIT)).view(np.int64)).to(device)
-    return _Layout(list(keys), dtype, device, hashed, mapped, last_ids, device_bounds)
+    return _Layout(list(keys), dtype, device, always, mapped, last_ids, device_bounds)
 
 
 def _features_outside(features: KeyedJaggedTensor, last_ids: NDArray[np.uint64]) -> list[int]:

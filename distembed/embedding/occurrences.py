@@ -1,13 +1,15 @@
 """How often each id of a table occurs in training, and the weights of ids that follow."""
 
+from collections.abc import Sequence
+
 import pyarrow.parquet as pq
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import Manifest
-from distembed.data.dataset.schema import Schema
+from distembed.data.dataset.schema import CategoricalFeature, Schema
 from distembed.embedding.config import CompositionalEmbeddingConfig
 
 _UNSEEN_WEIGHT = 1e-3
@@ -20,8 +22,8 @@ def id_occurrences(
     """Returns how often each id occurs in training, by table name, from the counts in a dataset's vocabularies.
 
     Missing and unknown values occur as often as the manifest counts rows without a value and rows of dropped values; an
-    empty list looks no id up. Tables that hash their ids, or have another number of ids than the vocabulary, are left
-    out.
+    empty list looks no id up. A unified table has the counts of its features, one after another. Tables that hash their
+    ids, or have another number of ids than the vocabularies, are left out.
 
     Args:
         dataset: The folder of the dataset.
@@ -33,18 +35,30 @@ def id_occurrences(
     occurrences = {}
     for table in tables:
         own = [features[name] for name in table.feature_names if name in features]
-        vocabulary = manifest.vocabularies.get(own[0].table_name) if own else None
-        if vocabulary is None or table.pre_hash is not None:
+        own.sort(key=lambda feature: table.ids_of(feature.name).first)
+        owners = dict.fromkeys(feature.table_name for feature in own)  # several in a unified table alone
+        if table.pre_hash is not None or not owners.keys() <= manifest.vocabularies.keys():
             continue
-        file = manifest.require_unchanged(dataset, vocabulary.file)
-        counted = torch.from_numpy(pq.read_table(file, columns=["count"])["count"].to_numpy().copy())
-        single = [manifest.vocabularies.get(feature.name) for feature in own if not feature.multi_hot]
-        num_missing = sum(found.rows_missing for found in single if found is not None)
-        reserved = torch.tensor([num_missing, vocabulary.rows_dropped], dtype=counted.dtype)
-        counts = torch.cat([reserved, counted])
-        if len(counts) == table.num_embeddings:
-            occurrences[table.name] = counts
+        counts = [
+            _counts(dataset, manifest, owner, [feature for feature in own if feature.table_name == owner])
+            for owner in owners
+        ]
+        if sum(map(len, counts)) == table.num_embeddings:
+            occurrences[table.name] = torch.cat(counts)
     return occurrences
+
+
+def _counts(
+    dataset: str, manifest: Manifest, owner: str, features: Sequence[CategoricalFeature]
+) -> Int64[Tensor, " ids"]:
+    """Returns how often each id of the vocabulary of ``owner`` occurs in training, in the features that have it."""
+    vocabulary = manifest.vocabularies[owner]
+    file = manifest.require_unchanged(dataset, vocabulary.file)
+    counted = torch.from_numpy(pq.read_table(file, columns=["count"])["count"].to_numpy().copy())
+    single = [manifest.vocabularies.get(feature.name) for feature in features if not feature.multi_hot]
+    num_missing = sum(found.rows_missing for found in single if found is not None)
+    reserved = torch.tensor([num_missing, vocabulary.rows_dropped], dtype=counted.dtype)
+    return torch.cat([reserved, counted])
 
 
 def id_weights(table: CompositionalEmbeddingConfig, counts: Tensor | None) -> Float[Tensor, " ids"]:

@@ -83,6 +83,7 @@ class TableConfig(
     A table that uses a scheme or composition of one's own is of a subclass that has its settings too.
 
     Attributes:
+        features: The features that share a unified table, each with ids of its own; None for the table of a feature.
         partition: A name of ``PARTITIONS``; ``naive`` is the full table, ``remainder`` the hashing trick.
         composition: A name of ``COMPOSITIONS``; ignored where there is one partition only.
         embedding_dim: The dimension of the composed vector; it is the same in all tables.
@@ -102,6 +103,7 @@ class TableConfig(
     id_policy: IdPolicy = "error"
     hash_seed: int | None = Field(default=None, ge=0, le=2**63 - 1)
     data_type: Literal["fp32", "fp16", "bf16"] = "fp32"
+    features: Annotated[list[str], Field(min_length=1)] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles the settings by their values, as a subclass has no name that it could be imported by."""
@@ -180,7 +182,8 @@ class EmbeddingConfig:
     """Holds the section ``embedding`` of a config: the settings of every table, and exceptions by feature."""
 
     default: TableSection = field(default_factory=TableConfig)  # the settings of every table
-    # exceptions by the feature's name; in a file an exception has only the keys that differ from ``default``
+    # exceptions by the feature's name, and unified tables by names of their own; in a file each has only the keys that
+    # differ from ``default``
     tables: dict[str, TableSection] = field(default_factory=dict)
     # Dtype to which ranks round composed vectors after their lookup, and in which vectors and gradients are sent:
     # ``fp32``, ``fp16`` or ``bf16``. Networks get float32; vectors of data-parallel tables are not rounded.
@@ -205,9 +208,36 @@ class EmbeddingConfig:
                 )
         return self
 
+    @model_validator(mode="after")
+    def _one_table_each(self) -> "EmbeddingConfig":
+        if self.default.features is not None:
+            raise ValueError(
+                f"default.features is {', '.join(self.default.features)}; features of a unified table are set in "
+                "tables, under a name for the table, such as tables.unified.features"
+            )
+        places = [
+            (feature, f"tables.{name}.features")
+            for name, table in self.tables.items()
+            for feature in table.features or ()
+        ]
+        places += [(name, f"tables.{name}") for name, table in self.tables.items() if table.features is None]
+        seen: dict[str, str] = {}
+        for feature, place in places:
+            if feature in seen:
+                raise ValueError(
+                    f"feature {feature!r} is in {seen[feature]} and in {place}; a feature has one table: take it out "
+                    "of one of the two"
+                )
+            seen[feature] = place
+        return self
+
     def for_table(self, name: str) -> TableConfig:
         """Returns the settings of one table."""
         return self.tables.get(name, self.default)
+
+    def table_of(self, feature: str) -> str:
+        """Returns the name of the table of a feature: a unified table, or else the feature's own."""
+        return next((name for name, table in self.tables.items() if feature in (table.features or ())), feature)
 
 
 def _complete(default: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, Any]:

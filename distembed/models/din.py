@@ -185,7 +185,7 @@ class DIN(FeatureVectorModel):
         targets = list(dict.fromkeys(feature.table_name for feature in found))
         super().__init__(inputs, config.soft_one_hot, [name for name in inputs.tables if name not in targets])
         for target in targets:
-            require_one_vector(inputs.tables[target])
+            require_one_vector(inputs.table(target))
         dim = inputs.embedding_dim
         self.item_embeddings, _ = inputs.sequence_embeddings(targets)
         items = [

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
+from distembed.base.errors import UserError
 from distembed.base.names import one_of
 from distembed.data.dataset.schema import Schema
 from distembed.embedding import (
@@ -28,7 +29,7 @@ class ModelInputs:
 
     Attributes:
         schema: The columns of the dataset.
-        tables: The table of each categorical feature, by the feature's name, which is also the table's.
+        tables: The tables by name: of each categorical feature, with the feature's name, and unified tables.
         embedding_dim: Dimension D of a composed vector, the same for all tables.
     """
 
@@ -59,6 +60,8 @@ class ModelInputs:
         Raises:
             UserError: The section names an unknown feature, or a table's settings do not fit.
         """
+        for name in (*dense_tables, *scored_tables):
+            _require_own_table(name, embedding.table_of(name))
         tables = [
             replace(table, dense_gradient=table.name in dense_tables, all_scored=table.name in scored_tables)
             for table in build_tables(schema.categorical, embedding, seed, sse)
@@ -77,6 +80,13 @@ class ModelInputs:
     def num_vectors(self) -> int:
         """The number of vectors that the tables of all features give a row."""
         return len(vector_names(list(self.tables.values())))
+
+    def table(self, feature: str) -> CompositionalEmbeddingBagConfig:
+        """Returns the table of a feature's own ids; a UserError refuses an unknown feature, or a unified table."""
+        for table in self.tables.values():
+            if feature in (table.first_ids or ()):
+                _require_own_table(feature, table.name)
+        return self.tables[one_of("feature of an embedding collection", feature, self.tables)]
 
     def pooled_embeddings(
         self, features: Sequence[str] | None = None, suffix: str = ""
@@ -125,6 +135,14 @@ class ModelInputs:
 
     def _choose_tables(self, features: Sequence[str] | None, suffix: str) -> list[CompositionalEmbeddingBagConfig]:
         """Returns the tables of the features, with the suffix added to their names."""
-        names = self.tables if features is None else features
-        tables = [self.tables[one_of("feature of an embedding collection", name, self.tables)] for name in names]
+        tables = list(self.tables.values()) if features is None else [self.table(name) for name in features]
         return [replace(table, name=table.name + suffix) for table in tables] if suffix else tables
+
+
+def _require_own_table(feature: str, table: str) -> None:
+    """Raises a :class:`UserError` if the table of a feature is a unified one."""
+    if table != feature:
+        raise UserError(
+            f"embedding.tables.{table}.features has {feature!r}, which the model or task looks up in a table of its "
+            "own: take it out of the unified table."
+        )

@@ -38,21 +38,21 @@ class MFConfig:
         from distembed.models.mf import MF
 
         for name in (USER, ITEM):
-            if name not in inputs.tables:
+            if name not in inputs.schema.categorical_names:
                 raise UserError(
                     f"MF takes the categorical features {USER!r} and {ITEM!r}, and this dataset has "
                     f"{', '.join(inputs.schema.categorical_names) or 'none'}; make one with `distembed prepare "
                     "ratings`."
                 )
-            require_one_vector(inputs.tables[name])
+            require_one_vector(inputs.table(name))
         if self.biases and inputs.embedding_dim < 2:
             raise UserError(
                 "embedding.default.embedding_dim is 1, and with model.biases the last number of a vector is its bias; "
                 "set at least 2, or model.biases to false."
             )
         several = {feature.name for feature in inputs.schema.categorical if feature.multi_hot}
-        looked_up = {*inputs.tables[USER].feature_names, *inputs.tables[ITEM].feature_names}
+        looked_up = {*inputs.table(USER).feature_names, *inputs.table(ITEM).feature_names}
         # with one id a row a pooled lookup gives the same vectors, and does less
         is_pooled = not several & looked_up
         embeddings, _ = (inputs.pooled_embeddings if is_pooled else inputs.sequence_embeddings)([USER, ITEM])
-        return MF(embeddings, is_pooled, inputs.tables[ITEM], self.biases, self.dropout)
+        return MF(embeddings, is_pooled, inputs.table(ITEM), self.biases, self.dropout)

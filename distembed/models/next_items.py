@@ -60,9 +60,9 @@ def item_collections(inputs: ModelInputs, tied: bool, beside: Sequence[str] = ()
             f"{', '.join(inputs.schema.categorical_names) or 'no ids'}; train it for the task next_item, on a dataset "
             "of `distembed prepare sequences`."
         )
-    names, table = [ITEM, *beside], inputs.tables[ITEM]
+    names, table = [ITEM, *beside], inputs.table(ITEM)
     for name in names:
-        require_one_vector(inputs.tables[name])
+        require_one_vector(inputs.table(name))
     if tied:
         return ItemCollections(inputs.sequence_embeddings(names)[0], None, table, item.max_ids_per_row)
     candidates = [name for name in table.feature_names if name != ITEM] or [ITEM_TARGET]

@@ -121,7 +121,7 @@ class TimedStep:
 
     def _draw_ids(self, generator: torch.Generator) -> Int64[Tensor, " ids"]:
         """Draws ids log-uniformly over each table, feature by feature: as skewed as clicks."""
-        sizes = [table.num_embeddings for table in self._tables.tables for _ in table.feature_names]
+        sizes = [table.ids_of(name).num_ids for table in self._tables.tables for name in table.feature_names]
         drawn = torch.rand(
             len(sizes), self._num_rows * self._tables.ids_per_bag, generator=generator, dtype=torch.float64
         )

@@ -282,7 +282,7 @@ class LoadedModel:
         The width is the table's ``embedding_dim``, times the number of partitions where each gives a vector.
 
         Args:
-            table: Name of a table, for example ``C3``.
+            table: Name of a table, for example ``C3``, or of a feature of a unified table.
             ids: Ids as the dataset has them: the table's hash and policy apply as in training.
             values: Raw values as the table of rows has them, which the run's vocabulary or hash turns into ids; None is
                 a missing value. Give these or ``ids``.
@@ -291,27 +291,32 @@ class LoadedModel:
             UserError: The table does not exist, an id lies outside of it, or its features' raw values are not known.
         """
         self._require_usable()
-        module, config = self._table(table)
+        module, config, feature = self._table(table)
         if (ids is None) == (values is None):
             raise UserError("give either ids= or values=: the ids of the dataset, or raw values.")
         if ids is not None and not isinstance(ids, Iterable):
             raise UserError(f"ids is {ids!r}; give a list of ids, of a single one too.")
         if values is not None:
-            ids = self._rows.ids_of(config.feature_names[0], values)
+            ids = self._rows.ids_of(feature or config.feature_names[0], values)
         tensor_or_list = torch.from_numpy(ids) if isinstance(ids, np.ndarray) else ids
-        composed = composed_chunks(config, module.weights(config.name), tensor_or_list, _IDS_AT_ONCE)
+        composed = composed_chunks(config, module.weights(config.name), tensor_or_list, _IDS_AT_ONCE, feature)
         chunks = [vectors for _, vectors in composed]
         width = config.num_vectors * config.embedding_dim
         table_vectors: npt.NDArray[np.float32] = torch.cat([torch.empty(0, width), *chunks]).numpy()
         return table_vectors
 
-    def _table(self, name: str) -> tuple[CompositionalTables[Any], Any]:
-        """Returns the collection of a table and the table's config; an unknown name is a :class:`UserError`."""
+    def _table(self, name: str) -> tuple[CompositionalTables[Any], Any, str | None]:
+        """Returns the collection and config of a table, and the feature of a unified one; refuses an unknown name."""
         collections = embedding_modules(self._model.module.model).values()
-        tables = {table.name: (module, table) for module in collections for table in table_configs(module)}
-        module, table = tables[one_of("table", name, tables)]
+        tables = {
+            own: (module, table, feature)
+            for module in collections
+            for table in table_configs(module)
+            for own, feature in table.vocabularies.items()
+        }
+        module, table, feature = tables[one_of("table", name, tables)]
         assert isinstance(module, CompositionalTables), "all models of distembed have such collections"
-        return module, table
+        return module, table, feature
 
     def evaluate(self, on: Any = "test", *, max_rejected: float = 0.01) -> dict[str, Any]:
         """Returns the metrics of a split of the run's dataset, or of raw rows with labels.

@@ -72,6 +72,7 @@ class Replacer:
         self._num_embeddings = self._per_stream([s.num_embeddings for s in streams]) if may_be_outside else None
         keep_reserved = [s.sse.keep_reserved and bool(s.sse.reserved) for s in streams]
         self._keep_reserved = self._per_stream(keep_reserved) if any(keep_reserved) else None
+        self._firsts = self._per_stream([s.first for s in streams]) if any(s.first for s in streams) else None
         self._graphs = list(_graphs(streams, device))
 
     def _per_stream(self, values: Sequence[int]) -> Array:
@@ -104,6 +105,9 @@ class Replacer:
         replaced = ids.detach().reshape(-1) if in_place else ids.detach().reshape(-1).clone()
         array, positions = as_array(replaced), sent_to_device(draws.places, self.device)
         old_ids, streams = as_int64(array.take(positions)), sent_to_device(draws.streams, self.device)
+        firsts = None if self._firsts is None else self._firsts.take(streams)
+        if firsts is not None:
+            old_ids = old_ids - firsts
         outside = None
         if self._num_embeddings is not None:
             outside = (old_ids < 0) | (old_ids >= self._num_embeddings.take(streams))
@@ -116,7 +120,8 @@ class Replacer:
         if self._keep_reserved is not None:
             stays = is_reserved & self._keep_reserved.take(streams)
             unchanged = stays if unchanged is None else unchanged | stays
-        assign(array, positions, new_ids if unchanged is None else where(unchanged, old_ids, new_ids))
+        written = new_ids if unchanged is None else where(unchanged, old_ids, new_ids)
+        assign(array, positions, written if firsts is None else written + firsts)
         num_unchanged = None if unchanged is None else count_each(streams, unchanged, self._num_streams)
         return ReplacedIds(replaced.view(ids.shape), num_drawn, num_unchanged)
 
@@ -319,8 +324,9 @@ def _require_room(streams: Sequence[IdStream], dtype: torch.dtype) -> None:
     for stream in streams:
         if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
             raise UserError(f"table {stream.table!r}: ids are of {dtype}, but must be integers; give int64 or int32.")
-        if torch.iinfo(dtype).max < stream.num_embeddings - 1:
+        last_id = stream.first + stream.num_embeddings - 1
+        if torch.iinfo(dtype).max < last_id:
             raise UserError(
-                f"table {stream.table!r}: ids are of {dtype}, which does not hold the table's largest id, "
-                f"{stream.num_embeddings - 1}; give int64."
+                f"table {stream.table!r}: ids are of {dtype}, which does not hold the table's largest id, {last_id}; "
+                "give int64."
             )

@@ -176,6 +176,7 @@ class IdStream:
     num_embeddings: int  # number of ids, which lie in ``[0, num_embeddings)``
     sse: SSE  # rule by which the ids are replaced
     seed: int  # seed of the random numbers, which also depend on both names
+    first: int = 0  # the ids in a batch are these ids plus ``first``, in a table with other features' ids
 
     def __post_init__(self) -> None:
         self.sse.require_valid_for(self.num_embeddings, f"table {self.table!r}: sse")

@@ -1,7 +1,7 @@
 """The size of a config's model: every embedding table and dense layer, counted without making any table."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +11,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from distembed.base.units import format_bytes
-from distembed.data.dataset.schema import CategoricalFeature
-from distembed.embedding import CompositionalEmbeddingConfig, reason_to_stay_full
+from distembed.data.dataset.schema import Schema
+from distembed.embedding import CompositionalEmbeddingConfig, reason_to_stay_full, table_features
 from distembed.models import ModelInputs
 from distembed.models.config import CountedModelConfig, ModelConfig, Shapes
 from distembed.tasks import batch_schema
@@ -31,9 +31,12 @@ class DescribedTable:
 
     @property
     def partitions(self) -> str:
-        """The equations from an id x to its rows."""
-        equations = self.config.scheme.description
-        return equations if self.config.pre_hash is None else f"{equations}, x = hash(value)"
+        """The equations from an id x to its rows; in a unified table also from a feature's id to x."""
+        equations, own = self.config.scheme.description, "id" if self.config.pre_hash is None else "hash(value)"
+        if self.config.first_ids is not None:
+            ids = [f"{own} + {first:,} of {feature}" for feature, first in self.config.first_ids.items()]
+            return f"{equations}, x = {', '.join(ids)}"
+        return equations if self.config.pre_hash is None else f"{equations}, x = {own}"
 
     @property
     def composition(self) -> str | None:
@@ -42,17 +45,20 @@ class DescribedTable:
 
     @property
     def is_plain(self) -> bool:
-        """Whether ids are rows as they are, without a partition and a hash."""
-        return self.config.scheme.name == "naive" and self.config.pre_hash is None
+        """Whether ids are rows as they are, without a partition, a hash and ids of other features."""
+        config = self.config
+        return config.scheme.name == "naive" and config.pre_hash is None and config.first_ids is None
 
     def as_json(self) -> dict[str, Any]:
         """Returns the table in plain values: ``dims`` are the numbers in a row of each partition.
 
         ``bytes`` are of weights and of stored rows of ids; ``assignment_bytes`` are of these rows alone. ``vectors`` is
-        the number of vectors that an id gives. There is a ``data_type`` where it is not fp32.
+        the number of vectors that an id gives. There is a ``data_type`` where it is not fp32, and a unified table has
+        ``first_ids``.
         """
         table = self.config
-        half = {} if table.data_type == "FP32" else {"data_type": table.data_type.lower()}
+        more: dict[str, Any] = {} if table.data_type == "FP32" else {"data_type": table.data_type.lower()}
+        more |= {} if table.first_ids is None else {"first_ids": dict(table.first_ids)}
         return {
             "name": table.name,
             "scheme": table.scheme.name,
@@ -73,7 +79,7 @@ class DescribedTable:
             "complementary": table.scheme.is_complementary(),
             "ids_per_row": table.scheme.ids_per_row,
             "full_because": self.reason_full,
-            **half,
+            **more,
         }
 
 
@@ -182,7 +188,6 @@ def describe(config: Config) -> Description:
         UserError: The dataset cannot be read, or a table cannot be made as it is set.
     """
     schema = batch_schema(config.task, config.data.load_schema())
-    features = {feature.name: feature for feature in schema.categorical}
     inputs = ModelInputs.from_config(schema, config.embedding)
     tables: Sequence[CompositionalEmbeddingConfig] = list(inputs.tables.values())
     tied: tuple[TiedOutput, ...] = ()
@@ -192,7 +197,7 @@ def describe(config: Config) -> Description:
         tables, shapes, tied = _built(config.model, inputs)
     return Description(
         config.model.name,
-        tuple(DescribedTable(table, _reason_full(table, features, config)) for table in tables),
+        tuple(DescribedTable(table, _reason_full(table, schema, config)) for table in tables),
         tuple(DescribedLayer(name, shape, math.prod(shape)) for name, shape in shapes.items()),
         tied,
     )
@@ -223,14 +228,14 @@ def _built(
     return [table for module in collections for table in table_configs(module)], shapes, tied_outputs(model)
 
 
-def _reason_full(
-    table: CompositionalEmbeddingConfig, features: Mapping[str, CategoricalFeature], config: Config
-) -> str | None:
+def _reason_full(table: CompositionalEmbeddingConfig, schema: Schema, config: Config) -> str | None:
     """Returns why a table is full although a scheme is set for its feature; None where it is not, or none is set."""
-    feature = features.get(table.feature_names[0])
-    if feature is None or table.scheme.name != "naive":
+    owners = {feature.name: config.embedding.table_of(feature.table_name) for feature in schema.categorical}
+    owner = owners.get(table.feature_names[0])
+    if owner is None or table.scheme.name != "naive":
         return None
-    return reason_to_stay_full(feature, config.embedding.for_table(feature.name))
+    feature = next(each for each in table_features(schema.categorical, config.embedding) if each.name == owner)
+    return reason_to_stay_full(feature, config.embedding.for_table(owner))
 
 
 def print_description(description: Description, console: Console) -> None:

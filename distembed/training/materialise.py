@@ -25,7 +25,10 @@ _FEW = 5
 
 @dataclass(frozen=True)
 class MaterialisedTable:
-    """A table whose vectors were written to a file, with the seconds for reading its weights and writing the file."""
+    """A table whose vectors were written to a file, with the seconds for reading its weights and writing the file.
+
+    A unified table has a file for each vocabulary, named as its feature.
+    """
 
     name: str
     path: Path
@@ -50,7 +53,7 @@ def materialise_run(
         config: The run's config.
         schema: The columns of the run's dataset.
         output: The folder to write to, made if it is missing.
-        names: Names of the tables to write; all tables unless given.
+        names: Names of the tables to write, or of features of a unified table; all unless given.
         ids_file: Parquet file of the ids of a single table to write; all ids of each table unless given.
         overwrite: Whether to replace existing files.
         checkpoint_choice: ``best``, ``newest`` or a step, in place of the run's best or newest checkpoint.
@@ -68,22 +71,22 @@ def materialise_run(
         for module in collections.values()
         for table in table_configs(module)
     }
-    table_of_name = {table.name: table for table in tables}
-    chosen = [table_of_name[one_of("--table", name, table_of_name)] for name in dict.fromkeys(names)] or list(tables)
+    known = {name: (table, feature) for table in tables for name, feature in table.vocabularies.items()}
+    chosen = {one_of("--table", name, known): known[name] for name in names} or known
     if ids_file is not None and len(chosen) != 1:
-        raise UserError(f"--ids holds the ids of one table; name it with --table. Known: {', '.join(table_of_name)}.")
-    hashing = [table.name for table in chosen if table.pre_hash is not None]
+        raise UserError(f"--ids holds the ids of one table; name it with --table. Known: {', '.join(known)}.")
+    hashing = [name for name, (table, _) in chosen.items() if table.pre_hash is not None]
     if hashing and ids_file is None:
         raise UserError(
             f"table {hashing[0]!r} hashes its ids, so there is no list of all; give them with --ids, for one --table."
-            + _others_sentence([table.name for table in chosen if table.pre_hash is None])
+            + _others_sentence([name for name in chosen if name not in hashing])
         )
-    paths = [output / f"{table.name}.parquet" for table in chosen]
+    paths = [output / f"{name}.parquet" for name in chosen]
     for path in paths:
         require_file("--output", path, overwrite)
     column = None if ids_file is None else id_column(ids_file)
     checkpoint = find_checkpoint(run_dir, config, checkpoint_choice)
-    for table, path in zip(chosen, paths, strict=True):
+    for (name, (table, feature)), path in zip(chosen.items(), paths, strict=True):
         started = time.perf_counter()
         try:
             names, states = weight_names[table.name], list(table.scheme.state)
@@ -93,8 +96,8 @@ def materialise_run(
         weights = loaded[: len(names)]
         table.scheme.load_state(dict(zip(states, loaded[len(names) :], strict=True)))
         ids = None if ids_file is None or column is None else read_ids(ids_file, column)
-        num_rows = materialise(table, weights, path, ids)
-        yield MaterialisedTable(table.name, path, num_rows, time.perf_counter() - started)
+        num_rows = materialise(table, weights, path, ids, feature=feature)
+        yield MaterialisedTable(name, path, num_rows, time.perf_counter() - started)
 
 
 def _others_sentence(names: Sequence[str]) -> str:

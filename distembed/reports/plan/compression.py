@@ -30,7 +30,7 @@ from distembed.base.errors import InsufficientMemory, UserError
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.schema import CategoricalFeature
 from distembed.data.table.vocabulary import FIRST_ID
-from distembed.embedding import EmbeddingConfig, TableConfig, build_tables
+from distembed.embedding import EmbeddingConfig, TableConfig, build_tables, table_features
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.optim.declared import TableOptimizers
 from distembed.planning.devices import Cluster
@@ -204,7 +204,7 @@ def compress_config(config: Config, cluster: Cluster) -> Config:
     # features whose tables have no settings of their own
     schema = config.data.load_schema()
     own_tables, dense_tables = config.embedding.tables, build_task(config.task, schema).dense_tables
-    features = [feature for feature in schema.categorical if feature.name not in own_tables]
+    features = [each for each in table_features(schema.categorical, config.embedding) if each.name not in own_tables]
     id_counts, optimizers = load_id_counts(config, features), table_optimizers(config.train)
     tables = [
         CompressibleTable(

@@ -154,7 +154,8 @@ class _Coder:
         features = {own.name: own for own in schema.categorical}
         groups: dict[str, dict[str, CompositionalEmbeddingConfig]] = {}
         for full_name, (_, table) in tables.items():
-            groups.setdefault(features[table.feature_names[0]].table_name, {})[full_name] = table
+            own = features[table.feature_names[0]].table_name
+            groups.setdefault(run.config.embedding.table_of(own), {})[full_name] = table
         self.groups = [_Group(name, own) for name, own in groups.items()]
         self._dataset, self._manifest = whole_dataset(run, run.config)
         own_tables = [table for _, table in tables.values()]

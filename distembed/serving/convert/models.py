@@ -96,7 +96,8 @@ def from_stock(
 def to_stock(model: nn.Module) -> dict[str, Tensor]:
     """Returns a compositional model's state dict with full tables, as a stock model has them.
 
-    A stock model with the same modules loads it by ``load_state_dict``, and gives the same outputs. A model that
+    A stock model with the same modules loads it by ``load_state_dict``, and gives the same outputs; in a unified table
+    id x of feature f has row ``first_ids[f] + x``, so that a stock model's batches need ids of this form. A model that
     :func:`from_stock` filled with ``naive`` partitions is exact to the bit. Memory holds all full tables at once.
 
     Args:

@@ -284,9 +284,11 @@ class _Columns:
         items = model.item_side.features if isinstance(model, TowerModel) else ()
         names = list(dict.fromkeys(each.name for each in (*model.features, *items)))
         vocabularies = write_vocabularies(folder, Path(run.dataset), run.manifest, names)
-        num_ids = {name: table.num_embeddings for table in model.tables for name in table.feature_names}
+        num_ids = {name: table.ids_of(name).num_ids for table in model.tables for name in table.feature_names}
         if isinstance(model, TowerModel):  # whose vectors of items are fewer than ids
-            num_ids |= {name: each.num_embeddings for each in model.item_side.tables for name in each.feature_names}
+            num_ids |= {
+                name: each.ids_of(name).num_ids for each in model.item_side.tables for name in each.feature_names
+            }
         return cls(vocabularies, column_changes(run.manifest), num_ids)
 
     def features(

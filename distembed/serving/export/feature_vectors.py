@@ -272,11 +272,11 @@ class FeatureVectors(nn.Module):
         for group, single, lists in zip(self.groups, self._single, self._lists, strict=True):
             if single:
                 names = [name for name, _ in single]
-                looked_up = group(features.single_ids(names), [number for _, number in single])
+                looked_up = group(features.single_ids(names), [number for _, number in single], names)
                 by_feature.update(zip(names, looked_up.unbind(0), strict=True))
             for name, number, pooling in lists:
                 ids = features.list_ids(name)
-                by_feature[name] = pool(group(ids.values().unsqueeze(0), [number])[0], ids.lengths(), pooling)
+                by_feature[name] = pool(group(ids.values().unsqueeze(0), [number], [name])[0], ids.lengths(), pooling)
         return torch.cat([by_feature[name] for name in self._order], dim=1)
 
 
@@ -297,5 +297,6 @@ class IdVectors(nn.Module):
         found = {}
         for name, number in self._features:
             ids = features[name]
-            found[name] = Jagged(self.groups[number](ids.values().unsqueeze(0), [0])[0], ids.lengths())
+            vectors = self.groups[number](ids.values().unsqueeze(0), [0], [name])[0]
+            found[name] = Jagged(vectors, ids.lengths())
         return found

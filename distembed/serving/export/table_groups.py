@@ -23,7 +23,7 @@ from distembed.base.errors import UserError
 from distembed.base.units import format_bytes
 from distembed.composition import Product
 from distembed.embedding.composed_vectors import composed_chunks
-from distembed.embedding.config import CompositionalEmbeddingConfig
+from distembed.embedding.config import CompositionalEmbeddingConfig, FeatureIds
 from distembed.partitions import Naive
 from distembed.serving.model_folder.manifest import Precision, TableForm
 
@@ -209,9 +209,19 @@ class TableGroup(nn.Module):
         self._combine = first.combine
         self._map = _id_map(first)
 
-    def forward(self, ids: Int64[Tensor, "lines ids"], tables: Sequence[int]) -> Float[Tensor, "lines ids width"]:
-        """Returns the composed vectors of ids; line i holds ids of the group's table number ``tables[i]``."""
-        return self.vectors(self._map([self._configs[table] for table in tables], ids), tables)
+    def forward(
+        self, ids: Int64[Tensor, "lines ids"], tables: Sequence[int], features: Sequence[str | None] = (None,)
+    ) -> Float[Tensor, "lines ids width"]:
+        """Returns the composed vectors of ids; line i holds ids of the group's table number ``tables[i]``.
+
+        They are ids of the feature ``features[i]``; None for ids of the table itself.
+        """
+        configs = [self._configs[table] for table in tables]
+        own = [config.ids_of(feature) for config, feature in zip(configs, features, strict=True)]
+        mapped = self._map(configs, own, ids)
+        if any(each.first for each in own):
+            mapped = mapped + _column([each.first for each in own])
+        return self.vectors(mapped, tables)
 
     def vectors(self, ids: Int64[Tensor, "lines ids"], tables: Sequence[int]) -> Float[Tensor, "lines ids width"]:
         """Returns the vectors as :meth:`forward` does, of ids that lie within their tables already."""
@@ -231,7 +241,10 @@ class TableGroup(nn.Module):
         return self._combine.compose([cast(StoredWeight, self.weights[0]).between(first, stop)])
 
 
-_IdMap = Callable[[Sequence[CompositionalEmbeddingConfig], Int64[Tensor, "lines ids"]], Int64[Tensor, "lines ids"]]
+_IdMap = Callable[
+    [Sequence[CompositionalEmbeddingConfig], Sequence[FeatureIds], Int64[Tensor, "lines ids"]],
+    Int64[Tensor, "lines ids"],
+]
 
 
 def _id_map(table: CompositionalEmbeddingConfig) -> _IdMap:
@@ -240,21 +253,27 @@ def _id_map(table: CompositionalEmbeddingConfig) -> _IdMap:
     return _modulo if table.id_policy == "modulo" else _known_or_unknown
 
 
-def _hashed(tables: Sequence[CompositionalEmbeddingConfig], ids: Int64[Tensor, "lines ids"]) -> Tensor:
+def _hashed(
+    tables: Sequence[CompositionalEmbeddingConfig], own: Sequence[FeatureIds], ids: Int64[Tensor, "lines ids"]
+) -> Tensor:
     hashes = []
-    for table, table_ids in zip(tables, ids, strict=True):
+    for table, each, line_ids in zip(tables, own, ids, strict=True):
         if table.pre_hash:
-            hashes.append(table.pre_hash.ids(table_ids, table.num_embeddings))
+            hashes.append(table.pre_hash.ids(line_ids, each.num_ids))
     return torch.stack(hashes)
 
 
-def _modulo(tables: Sequence[CompositionalEmbeddingConfig], ids: Int64[Tensor, "lines ids"]) -> Tensor:
-    return ids % _column([table.num_embeddings for table in tables])
+def _modulo(
+    tables: Sequence[CompositionalEmbeddingConfig], own: Sequence[FeatureIds], ids: Int64[Tensor, "lines ids"]
+) -> Tensor:
+    return ids % _column([each.num_ids for each in own])
 
 
-def _known_or_unknown(tables: Sequence[CompositionalEmbeddingConfig], ids: Int64[Tensor, "lines ids"]) -> Tensor:
-    is_known = (ids >= 0) & (ids < _column([table.num_embeddings for table in tables]))
-    return torch.where(is_known, ids, _column([table.oov_id or 0 for table in tables]))
+def _known_or_unknown(
+    tables: Sequence[CompositionalEmbeddingConfig], own: Sequence[FeatureIds], ids: Int64[Tensor, "lines ids"]
+) -> Tensor:
+    is_known = (ids >= 0) & (ids < _column([each.num_ids for each in own]))
+    return torch.where(is_known, ids, _column([each.oov_id for each in own]))
 
 
 def _column(numbers: Sequence[int]) -> Int64[Tensor, "lines 1"]:
