@@ -103,7 +103,7 @@ class TableConfig(
     id_policy: IdPolicy = "error"
     hash_seed: int | None = Field(default=None, ge=0, le=2**63 - 1)
     data_type: Literal["fp32", "fp16", "bf16"] = "fp32"
-    features: Annotated[list[str], Field(min_length=1)] | None = None
+    features: list[str] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles the settings by their values, as a subclass has no name that it could be imported by."""
@@ -215,6 +215,9 @@ class EmbeddingConfig:
                 f"default.features is {', '.join(self.default.features)}; features of a unified table are set in "
                 "tables, under a name for the table, such as tables.unified.features"
             )
+        for name, table in self.tables.items():
+            if table.features == []:
+                raise ValueError(f"tables.{name}.features is empty; name the features of the unified table")
         places = [
             (feature, f"tables.{name}.features")
             for name, table in self.tables.items()

@@ -34,7 +34,8 @@ class DescribedTable:
         """The equations from an id x to its rows; in a unified table also from a feature's id to x."""
         equations, own = self.config.scheme.description, "id" if self.config.pre_hash is None else "hash(value)"
         if self.config.first_ids is not None:
-            ids = [f"{own} + {first:,} of {feature}" for feature, first in self.config.first_ids.items()]
+            firsts = sorted(self.config.first_ids.items(), key=lambda item: item[1])
+            ids = [f"{own} + {first:,} of {feature}" for feature, first in firsts]
             return f"{equations}, x = {', '.join(ids)}"
         return equations if self.config.pre_hash is None else f"{equations}, x = {own}"
 

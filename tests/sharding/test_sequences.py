@@ -24,6 +24,7 @@ from tests.sharding.test_sharded_equals_unsharded import check_weights
 
 SIZES = {"a": 1000, "b": 77, "c": 500, "d": 500, "e": 30, "f": 300, "g": 600, "h": 900, "i": 1, "j": 800, "k": 700}
 SIZES |= {"l": 600, "m": 600}
+SIZES |= {"n": 20, "o": 480}
 DIM = 16
 CASES = list(itertools.product(["table_wise", "row_wise", "data_parallel"], ["sgd", "adagrad"]))
 CASES += [("column_wise", "sgd"), ("scattered", "adagrad")]
@@ -45,6 +46,7 @@ def tables() -> list[CompositionalEmbeddingConfig]:
         make("k", 700, DIM, ["k"], MultiHash(700, num_buckets=80), "sum"),
         make("l", 600, DIM, ["l"], MixedRadix(600, num_partitions=3), "tensor_train"),
         make("m", 600, DIM, ["m"], Clustered(600, num_buckets=40, num_partitions=5), "concat_sum"),
+        make("no", 500, DIM, ["n", "o"], QuotientRemainder(500, collisions=4), first_ids={"o": 0, "n": 480}),
     ]
 
 

@@ -44,10 +44,14 @@ def replaced(tables: Sequence[CompositionalEmbeddingConfig], features: KeyedJagg
     """The batch as the rank's input dist is to see it: ids in their tables, replaced by the numbers of the step."""
     module = perturbation(tables, rank)
     set_step(module, step)
-    moduli = {name: table.num_embeddings for table in tables for name in table.feature_names}
-    pieces = features.values().split(features.length_per_key())
-    inside = torch.cat([ids % moduli[key] for key, ids in zip(features.keys(), pieces, strict=True)])
-    return module(KeyedJaggedTensor(features.keys(), inside, lengths=features.lengths(), stride=features.stride()))
+    own = {name: table.ids_of(name) for table in tables for name in table.feature_names}
+    pieces = dict(zip(features.keys(), features.values().split(features.length_per_key()), strict=True))
+    moved = torch.cat([ids % own[key].num_ids + own[key].first for key, ids in pieces.items()])
+    moved = module(KeyedJaggedTensor(features.keys(), moved, lengths=features.lengths(), stride=features.stride()))
+    # the ids of features again, as a batch has them
+    pieces = dict(zip(features.keys(), moved.values().split(features.length_per_key()), strict=True))
+    inside = torch.cat([ids - own[key].first for key, ids in pieces.items()])
+    return KeyedJaggedTensor(features.keys(), inside, lengths=features.lengths(), stride=features.stride())
 
 
 def check_bags(rank: int, world_size: int, sharding_type: str) -> None:
