@@ -39,6 +39,14 @@ def one_of(field: str, value: T, known: Iterable[T]) -> T:
     raise UserError(f"{field} is {value!r}, which is not known.{hint} Known: {', '.join(names)}.")
 
 
+def pair(field: str, text: str, form: str, example: str) -> tuple[str, str]:
+    """Returns both sides of the option ``field``'s ``LEFT=RIGHT``; the UserError shows its form and an example."""
+    left, equals, right = text.partition("=")
+    if not (left and equals and right):
+        raise UserError(f"{field} is {text!r}; give {form}, such as {example}.")
+    return left, right
+
+
 def over_default(default: Values, table: Values) -> dict[str, Any]:
     """Returns the default's settings, replaced by the table's own where it has some."""
     return {**default, **table}

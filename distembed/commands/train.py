@@ -208,14 +208,29 @@ def compress_command(
         str | None,
         typer.Option("--data-type", metavar="[fp32|fp16]", help="Type of centroids; unless given, the tables'."),
     ] = None,
+    features: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TABLE=FILE",
+            help="Make codes of this table alone, of vectors or texts of its values: .parquet, .csv or .npz; may be "
+            "repeated.",
+        ),
+    ] = None,
+    balance: Annotated[
+        float | None,
+        typer.Option(metavar="B", help="Give no code of a part to more than B times the mean number of ids: 2."),
+    ] = None,
+    device: Annotated[
+        str, typer.Option(metavar="[auto|cpu|cuda]", help="Device that computes codes; auto is CUDA where it is.")
+    ] = "auto",
     seed: Annotated[int, typer.Option(help="Seed of the first centroids of k-means.")] = 0,
     data: DataOption = None,
     checkpoint: CheckpointOption = None,
     overwrite: Annotated[bool, typer.Option(help="Replace OUT if it is a run of codes.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Store a trained run's tables as codes of a few vectors, without training: a run that serves in less memory."""
-    from distembed.base.names import one_of
+    """Store a trained run's tables as codes of a few vectors, without training: to serve, or to train with them."""
+    from distembed.base.names import one_of, pair
     from distembed.base.units import format_bytes, parse_bytes
     from distembed.training.trained_run import find_trained_run
 
@@ -224,9 +239,22 @@ def compress_command(
     from distembed.serving.convert.code_options import CodeOptions
     from distembed.serving.convert.code_run import compress_to_codes
 
+    files = dict(pair("--features", text, "TABLE=FILE", "item=items.parquet") for text in features or [])
     # CodeOptions checks the choices
     chosen, numbers = cast("SchemeChoice", scheme), cast("DataTypeChoice | None", data_type)
-    options = CodeOptions(budget_bytes, bits_per_id, max_loss, chosen, min_count, seed, overwrite, numbers)
+    options = CodeOptions(
+        budget_bytes,
+        bits_per_id,
+        max_loss,
+        chosen,
+        min_count,
+        seed,
+        overwrite,
+        numbers,
+        balance=balance,
+        features={name: Path(file) for name, file in files.items()},
+        device=device,
+    )
     trained = find_trained_run(run, data, checkpoint=checkpoint)
     coded = compress_to_codes(trained, output, options, note)
     if as_json:

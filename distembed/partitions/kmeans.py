@@ -8,6 +8,11 @@ It lowers the distortion ``sum over points x of w_x |x - c(x)|^2`` by two steps 
 The first centroids are drawn one after another, a point with a probability in proportion to its weight times its
 squared distance to the centroids before (k-means++, Arthur and Vassilvitskii, SODA 2007).
 
+With ``balance``, no cluster has more than ``ceil(balance * points / k)`` points: in place of its nearest centroid, a
+point may have to take the nearest that has room. Points that would lose most by it, ``w_x (|x - c'|^2 - |x - c|^2)``
+with the next nearest centroid c', go first. The bound is one of points, not of weights: a single popular id may weigh
+more than all others.
+
 Of more than :data:`MOST_POINTS` points, a sample is clustered, drawn in proportion to the weights, and all points take
 part in one last turn. Own code, as scikit-learn's ``KMeans`` is no dependency of the product, runs on no GPU, and takes
 its random numbers from a state that changes between versions.
@@ -15,6 +20,7 @@ its random numbers from a state that changes between versions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -22,6 +28,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from distembed.base.errors import UserError
 from distembed.partitions.base import require_positive
 
 MOST_POINTS = 1 << 16
@@ -35,7 +42,7 @@ class Clusters:
 
     Attributes:
         centroids: The vector of each cluster; k of them, or fewer where there are fewer distinct points.
-        codes: The cluster of each point, whose centroid is nearest.
+        codes: The cluster of each point, whose centroid is nearest, or with ``balance`` the nearest that has room.
         distortion: The sum over points of weight times squared distance to the centroid.
     """
 
@@ -50,6 +57,7 @@ def k_means(
     num_clusters: int,
     seed: int = 0,
     most_turns: int = 25,
+    balance: float | None = None,
 ) -> Clusters:
     """Clusters points; equal arguments give equal clusters.
 
@@ -60,27 +68,44 @@ def k_means(
         seed: The seed of the first centroids.
         most_turns: The most turns after the first assignment; fewer are taken once one gains less than a
             ten-thousandth.
+        balance: The most points of a cluster, in multiples of the mean number, at least 1; None for no bound.
 
     Raises:
-        UserError: ``num_clusters`` is below 1.
+        UserError: ``num_clusters`` or ``balance`` is below 1.
     """
+    require_balance("balance", balance)
     require_positive("num_clusters", num_clusters, "It is the number of centroids.")
     generator = torch.Generator().manual_seed(seed)
     weights = weights.double()
     if len(points) <= MOST_POINTS:
         centroids, is_exact = _first_centroids(points, weights, num_clusters, generator)
-        return _improved(points, weights, centroids, 0 if is_exact else most_turns)
+        return _improved(points, weights, centroids, 0 if is_exact else most_turns, balance)
     drawn = _draw(weights, MOST_POINTS, generator)
     sampled, counts = drawn.unique(return_counts=True)
     sample, counts = points[sampled], counts.double()
     centroids, _ = _first_centroids(sample, counts, num_clusters, generator)
-    return _improved(points, weights, _improved(sample, counts, centroids, most_turns).centroids, 1)
+    return _improved(points, weights, _improved(sample, counts, centroids, most_turns, balance).centroids, 1, balance)
+
+
+def require_balance(field: str, balance: float | None) -> None:
+    """Raises a :class:`UserError` for a bound below the mean number of points."""
+    if balance is not None and not 1 <= balance < math.inf:
+        raise UserError(f"{field} is {balance}; give 1 or more: 2 for clusters of at most twice the mean size.")
 
 
 def assign(
-    points: Float[Tensor, "points dim"], centroids: Float[Tensor, "k dim"]
+    points: Float[Tensor, "points dim"],
+    centroids: Float[Tensor, "k dim"],
+    weights: Float[Tensor, " points"] | None = None,
+    balance: float | None = None,
 ) -> tuple[Int64[Tensor, " points"], Float[Tensor, " points"]]:
-    """Returns the nearest centroid of each point, the first of equally near ones, and the squared distance to it."""
+    """Returns the centroid of each point and the squared distance to it.
+
+    It is the nearest, the first of equally near ones; with ``balance``, which needs ``weights``, the nearest with room.
+    """
+    if balance is not None and weights is not None:
+        most = math.ceil(balance * len(points) / len(centroids))
+        return _assign_within(points, weights, centroids, most)
     codes = torch.empty(len(points), dtype=torch.int64, device=points.device)
     squares = torch.empty(len(points), dtype=torch.float64, device=points.device)
     for rows, chunk in _chunks(points, len(centroids)):
@@ -91,18 +116,57 @@ def assign(
     return codes, squares
 
 
+def _assign_within(
+    points: Float[Tensor, "points dim"],
+    weights: Float[Tensor, " points"],
+    centroids: Float[Tensor, "k dim"],
+    most: int,
+) -> tuple[Int64[Tensor, " points"], Float[Tensor, " points"]]:
+    """Assigns at most so many points to each centroid, which has to leave room for all points.
+
+    In each round every waiting point asks for its nearest open centroid. Centroids take the askers that would lose
+    most, and close where they are full: at least one does, or no point waits any more.
+    """
+    codes = torch.full((len(points),), -1, device=points.device)
+    room = torch.full((len(centroids),), most, device=points.device)
+    waiting = torch.arange(len(points), device=points.device)
+    while len(waiting):
+        is_open = (room > 0).nonzero().squeeze(1)
+        nearest, losses = (
+            torch.empty_like(waiting),
+            torch.empty(len(waiting), dtype=torch.float64, device=points.device),
+        )
+        own = centroids[is_open]
+        for rows in torch.arange(len(waiting), device=points.device).split(_chunk_size(points, len(own))):
+            scores = torch.addmm(own.square().sum(1), points[waiting[rows]].double(), own.T, alpha=-2.0)
+            best = scores.topk(min(2, len(own)), dim=1, largest=False)
+            nearest[rows] = is_open[best.indices[:, 0]]
+            losses[rows] = weights[waiting[rows]] * (best.values[:, -1] - best.values[:, 0])
+        order = losses.argsort(descending=True, stable=True)
+        order = order[nearest[order].argsort(stable=True)]  # askers of one centroid together, the greatest loss first
+        askers = nearest[order].bincount(minlength=len(centroids))
+        place = torch.arange(len(order), device=points.device) - (askers.cumsum(0) - askers)[nearest[order]]
+        taken = order[place < room[nearest[order]]]
+        codes[waiting[taken]] = nearest[taken]
+        room = room - nearest[taken].bincount(minlength=len(centroids))
+        waiting = waiting[codes[waiting] < 0]
+    squares = [(chunk - centroids[codes[rows]]).square().sum(1) for rows, chunk in _chunks(points, 1)]
+    return codes, torch.cat(squares)
+
+
 def _improved(
     points: Float[Tensor, "points dim"],
     weights: Float[Tensor, " points"],
     centroids: Float[Tensor, "k dim"],
     most_turns: int,
+    balance: float | None,
 ) -> Clusters:
     """Returns the clusters after at most so many turns from the given centroids."""
-    codes, squares = assign(points, centroids)
+    codes, squares = assign(points, centroids, weights, balance)
     distortion = float(weights @ squares)
     for _ in range(most_turns):
         moved = _moved(points, weights, centroids, codes, weights * squares)
-        new_codes, new_squares = assign(points, moved)
+        new_codes, new_squares = assign(points, moved, weights, balance)
         gained = distortion - float(weights @ new_squares)
         if gained <= 0:  # a minimum, up to rounding
             break
@@ -170,7 +234,11 @@ def _draw(weights: Float[Tensor, " points"], count: int, generator: torch.Genera
 
 def _chunks(points: Float[Tensor, "points dim"], k: int) -> Iterator[tuple[slice, Float[Tensor, "chunk dim"]]]:
     """Yields pieces of the points in float64 with their places, few enough for their distances to k centroids."""
-    size = max(1, _DISTANCES_AT_ONCE // max(k, points.shape[1]))
+    size = _chunk_size(points, k)
     for start in range(0, len(points), size):
         rows = slice(start, min(start + size, len(points)))
         yield rows, points[rows].double()
+
+
+def _chunk_size(points: Float[Tensor, "points dim"], k: int) -> int:
+    return max(1, _DISTANCES_AT_ONCE // max(k, points.shape[1]))

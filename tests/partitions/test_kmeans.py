@@ -1,5 +1,7 @@
 """Weighted k-means, compared with distances and means in NumPy's float64."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -92,3 +94,35 @@ def test_many_points_are_clustered_by_a_sample_and_seen_once(monkeypatch: pytest
 def test_no_clusters_are_refused() -> None:
     with pytest.raises(UserError, match="num_clusters is 0"):
         k_means(*drawn(3), 0)
+
+
+@pytest.mark.parametrize(
+    "num_points, k, balance", [(1, 1, 1.0), (40, 3, 1.0), (41, 3, 1.0), (500, 16, 1.3), (300, 9, 2)]
+)
+def test_no_cluster_has_more_points_than_the_bound(num_points: int, k: int, balance: float) -> None:
+    points, weights = drawn(num_points)
+    clusters = k_means(points, weights, k, balance=balance)
+    sizes = np.bincount(clusters.codes, minlength=k)
+    assert sizes.max() <= math.ceil(balance * num_points / k) and sizes.sum() == num_points
+    own = np.square(points.double().numpy() - clusters.centroids[clusters.codes].numpy()).sum(1)
+    assert clusters.distortion == pytest.approx(float(weights.numpy() @ own), rel=1e-9, abs=1e-12)
+    # a bound that nothing exceeds changes nothing
+    assert k_means(points, weights, k, balance=k).codes.equal(k_means(points, weights, k).codes)
+
+
+def test_the_points_that_lose_most_take_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two centroids, the assignment of least distortion puts the points of the greatest weighted gaps first."""
+    points, weights = drawn(60)
+    centroids = points[:2].double()
+    monkeypatch.setattr(kmeans, "_DISTANCES_AT_ONCE", 50)
+    codes, squares = assign(points, centroids, weights, balance=1.0)
+    differences = points.double().numpy()[:, None] - centroids.numpy()[None]
+    costs = weights.numpy()[:, None] * np.square(differences).sum(2)
+    best = costs[:, 1].sum() + np.sort(costs[:, 0] - costs[:, 1])[:30].sum()
+    assert np.bincount(codes).tolist() == [30, 30]
+    assert float(weights @ squares) == pytest.approx(best, rel=1e-9)
+
+
+def test_a_bound_below_the_mean_is_refused() -> None:
+    with pytest.raises(UserError, match="balance is 0.5; give 1 or more"):
+        k_means(*drawn(3), 2, balance=0.5)

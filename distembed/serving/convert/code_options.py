@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from distembed.base.errors import UserError
 from distembed.base.names import one_of
+from distembed.partitions.kmeans import require_balance
 from distembed.serving.convert.table_codes import SCHEMES, CodeShape, Scheme
 from distembed.serving.convert.tables import FitError
 
@@ -16,6 +18,7 @@ SchemeChoice = Scheme | Literal["auto"]
 DataTypeChoice = Literal["fp32", "fp16"]
 DATA_TYPES: dict[DataTypeChoice, int] = {"fp32": 4, "fp16": 2}
 """The bytes of a number of a codebook, by its type."""
+_NOT_RECORDED = ("overwrite", "device")  # the device is recorded as found
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,9 @@ class CodeOptions:
         seed: The seed of the first centroids.
         overwrite: Whether to replace a run of codes.
         data_type: The type of the centroids' numbers; None for the type of the run's tables.
+        balance: The most ids of a code, in multiples of the mean; None for no bound. Rare ids are one.
+        features: A file of features by the name of a table: its codes are made of them, and all other tables stay.
+        device: The device that computes codes, or ``auto``.
     """
 
     budget_bytes: int | None = None
@@ -41,6 +47,9 @@ class CodeOptions:
     seed: int = 0
     overwrite: bool = False
     data_type: DataTypeChoice | None = None
+    balance: float | None = None
+    features: Mapping[str, Path] = field(default_factory=dict)
+    device: str = "auto"
 
     def __post_init__(self) -> None:
         given = [value for value in (self.budget_bytes, self.bits_per_id, self.max_loss) if value is not None]
@@ -52,6 +61,13 @@ class CodeOptions:
         one_of("--scheme", self.scheme, ("auto", *SCHEMES))
         if self.data_type is not None:
             one_of("--data-type", self.data_type, DATA_TYPES)
+        one_of("--device", self.device, ("auto", "cpu", "cuda"))
+        require_balance("--balance", self.balance)
+        if self.features and self.bits_per_id is None:
+            raise UserError(
+                "--features makes codes that no budget or loss can be told of before a run is trained with them; give "
+                "--bits-per-id, such as 16."
+            )
         for option, value in (("--min-count", self.min_count), ("--seed", self.seed)):
             if value < 0:
                 raise UserError(f"{option} is {value}; give 0 or more.")
@@ -63,7 +79,8 @@ class CodeOptions:
     def record(self) -> dict[str, Any]:
         """Returns the given options that decide the codes, in plain values."""
         values = dataclasses.asdict(self)
-        return {name: value for name, value in values.items() if value is not None and name != "overwrite"}
+        values["features"] = {table: str(path) for table, path in self.features.items()} or None
+        return {name: value for name, value in values.items() if value is not None and name not in _NOT_RECORDED}
 
 
 @dataclass(frozen=True)

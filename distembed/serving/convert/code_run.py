@@ -8,7 +8,8 @@
 The codes are assignments of the partition ``explicit``, so that all commands that take a run take OUT. Codebooks are
 fitted once more to the codes of all parts together, which for ``residual`` lowers the distortion.
 
-Memory holds one full table, its points in float64 and the distances of some points to the centroids.
+Memory holds about two copies of the largest full table: of the checkpoint's and of the points, or of the points and
+of their rests. Distances are computed in float64, for some points at once.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ import torch
 
 from distembed.base.errors import UserError
 from distembed.base.files import write_json
+from distembed.base.names import one_of
 from distembed.base.ranks import Ranks, choose_device, process_group
 from distembed.base.units import format_bytes
 from distembed.data.dataset.kept import kept_dataset
 from distembed.data.dataset.manifest import id_fingerprint
 from distembed.data.prepare.staging import require_outside, staged_folder
+from distembed.data.table.vocabulary import raw_values
 from distembed.embedding.collections import embedding_modules
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.embedding.occurrences import id_occurrences
@@ -41,10 +44,12 @@ from distembed.serving.convert.code_options import DATA_TYPES, CodedRun, CodeOpt
 from distembed.serving.convert.code_search import LossSearch, Validation
 from distembed.serving.convert.code_sizes import Option, TableSizes, total_bytes
 from distembed.serving.convert.code_weights import IdWeights
+from distembed.serving.convert.item_features import ItemFeatures
 from distembed.serving.convert.models import full_table_names
 from distembed.serving.convert.run_source import RunAsStock
 from distembed.serving.convert.run_start import NewRun, write_converted
 from distembed.serving.convert.table_codes import (
+    PART_BITS,
     CodedPoints,
     CodePoints,
     CodeShape,
@@ -87,7 +92,7 @@ def compress_to_codes(
     if options.overwrite:
         _require_replaceable(output)
     validation = None if options.max_loss is None else Validation.of(run)
-    coder = _Coder(run, options)
+    coder = _Coder(run, options, say)
     with staged_folder(output, overwrite=options.overwrite, kind=_KIND, marker=_MARKER) as folder:
         write = partial(coder.write, name=output.name)
         if validation is not None and options.max_loss is not None:
@@ -144,8 +149,8 @@ class _Group:
 class _Coder:
     """The tables of a run, read as full tables, and written as codes."""
 
-    def __init__(self, run: TrainedRun, options: CodeOptions) -> None:
-        self.run, self._options = run, options
+    def __init__(self, run: TrainedRun, options: CodeOptions, say: Callable[[str], None]) -> None:
+        self.run, self._options, self._say = run, options, say
         ranks = Ranks(0, 1, 1, torch.device("cpu"))
         blueprint = Blueprint.for_ranks(run.config, run.manifest.schema, ranks, {})
         self._source = RunAsStock(run.folder, run.config, blueprint, run.checkpoint_choice)
@@ -162,7 +167,8 @@ class _Coder:
         self._counts = id_occurrences(self._dataset, self._manifest, schema, own_tables)
         self._weights = IdWeights(self._source, [own.tables for own in self.groups], self._counts, run.manifest)
         self._centroids: dict[tuple[str, CodeShape], list[torch.Tensor]] = {}
-        self._device = choose_device("auto", 0)
+        self._device = choose_device(options.device, 0)
+        self._features = {name: self._read_features(name, file) for name, file in options.features.items()}
 
     @property
     def checkpoint_step(self) -> str:
@@ -190,12 +196,32 @@ class _Coder:
             if num_bytes < group.num_bytes:
                 yield Option(shape, num_bytes, coded.distortion)
 
+    def _read_features(self, table: str, file: Path) -> ItemFeatures:
+        """Returns the features of a table's ids, or raises a :class:`UserError` where the table cannot have codes."""
+        one_of("--features", table, [group.name for group in self.groups])
+        group = next(own for own in self.groups if own.name == table)
+        if not group.is_codable:
+            raise UserError(f"--features names table {table!r}, which gives several vectors an id; name another table.")
+        if table not in self._manifest.vocabularies:
+            raise UserError(f"--features names table {table!r}, whose ids have no vocabulary of raw values.")
+        values = raw_values(Path(self._dataset), self._manifest, table)
+        found = ItemFeatures.read(file, table, values, self._options.seed)
+        num_missing = len(values) - values.null_count - len(found.ids)
+        self._say(
+            f"{table}: {file} has features of {len(found.ids):,} of {len(values) - values.null_count:,} values"
+            + (f"; the other {num_missing:,} share a row." if num_missing else ".")
+        )
+        return found
+
     def options_of_bits(self, bits: int) -> list[Option]:
         """Returns the option of each table with codes of so many bits; tables that would not shrink stay."""
         chosen = []
         for group in self.groups:
             option = Option(None, group.num_bytes, 0.0)
-            if group.is_codable:
+            if group.name in self._features:
+                shape = self._shape_of_bits(bits, next(iter(group.tables.values())).embedding_dim)
+                option = Option(shape, 0, 0.0)  # the bytes are known of the written table
+            elif group.is_codable and not self._features:
                 points = self._points(group)
                 coded = self._quantised(group, points, self._shape_of_bits(bits, points.dim))
                 if coded.num_bytes(points) < group.num_bytes:
@@ -206,6 +232,8 @@ class _Coder:
     def _shape_of_bits(self, bits: int, dim: int) -> CodeShape:
         """Returns the shape of codes of so many bits, or raises a :class:`UserError` that names the nearest bits."""
         scheme = self._options.scheme
+        if scheme == "auto" and self._features and bits > PART_BITS:
+            scheme = "residual"  # a part of the features is no part of the vectors
         shape = shape_of_bits(scheme, bits, dim)
         if shape is None:
             nearest = " or ".join(map(str, nearest_bits(scheme, bits, dim)))
@@ -219,8 +247,8 @@ class _Coder:
         """Returns the points in codes, with codebooks that are fitted once for each group and shape."""
         known = self._centroids.get((group.name, shape))
         if known is not None:
-            return CodedPoints.by(points, shape, known)
-        coded = quantise(points, shape, self._options.seed)
+            return CodedPoints.by(points, shape, known, self._options.balance)
+        coded = quantise(points, shape, self._options.seed, self._options.balance)
         self._centroids[group.name, shape] = [own.cpu() for own in coded.centroids]
         return coded
 
@@ -271,6 +299,8 @@ class _Coder:
     def _why_kept(self, group: _Group) -> str:
         if not group.is_codable:
             return "several vectors an id"
+        if self._features:
+            return "no --features"
         return "no better codes" if self._options.bits_per_id is None else "codes are no smaller"
 
     def _no_codes(self, chosen: Sequence[Option]) -> UserError:
@@ -288,12 +318,13 @@ class _Coder:
 
     def _write_codes(self, group: _Group, shape: CodeShape, file: Path) -> list[str]:
         """Writes the code of each id in each part as a column of a Parquet file, and returns the columns' names."""
-        points = self._points(group)
-        coded = self._quantised(group, points, shape)
-        columns = {
-            f"p{part}": own[points.point_of_id].numpy().astype(np.min_scalar_type(num_rows - 1))
-            for part, (own, num_rows) in enumerate(zip(coded.codes, coded.num_rows, strict=True))
-        }
+        if group.name in self._features:
+            weights, options = self._weights.of(group.tables), self._options
+            codes = self._features[group.name].codes(shape, weights, options.seed, options.balance, self._device)
+        else:
+            points = self._points(group)
+            codes = [own[points.point_of_id] for own in self._quantised(group, points, shape).codes]
+        columns = {f"p{part}": own.numpy().astype(np.min_scalar_type(int(own.max()))) for part, own in enumerate(codes)}
         file.parent.mkdir(parents=True, exist_ok=True)
         pq.write_table(pa.table(columns), file, compression="zstd")
         return list(columns)

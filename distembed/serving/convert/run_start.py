@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from distembed.base.errors import UserError
 from distembed.base.files import write_json
+from distembed.base.names import pair
 from distembed.base.ranks import Collectives, Ranks
 from distembed.base.units import format_bytes
 from distembed.checkpoints.checkpoint import write_checkpoint
@@ -72,7 +73,7 @@ def convert(
         RunError: The checkpoint cannot be written.
     """
     require_new_or_resume(output, resume=False)
-    renamed = dict(_pair(text) for text in names)
+    renamed = dict(pair("--name", text, "OURS=THEIRS", "embeddings=sparse_arch.ebc") for text in names)
     if not holds_run(source):
         if config_file is None:
             raise UserError(
@@ -89,14 +90,6 @@ def convert(
     new_run = NewRun(output, *whole_dataset(run, config))
     blueprint = Blueprint.for_ranks(run.config, run.manifest.schema, Ranks(0, 1, 1, torch.device("cpu")), {})
     return write_converted(RunAsStock(source, run.config, blueprint), config, new_run).errors
-
-
-def _pair(text: str) -> tuple[str, str]:
-    """Returns both names of ``OURS=THEIRS``, or raises a :class:`UserError`."""
-    ours, equals, theirs = text.partition("=")
-    if not (ours and equals and theirs):
-        raise UserError(f"--name is {text!r}; give OURS=THEIRS, such as embeddings=sparse_arch.ebc.")
-    return ours, theirs
 
 
 def error_table(errors: Sequence[FitError], codes_of: Callable[[str], str] | None = None) -> Table:

@@ -36,7 +36,7 @@ SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
 _MOST_CENTROIDS = {"one": 512, "product": 256, "residual": 256}
 _LEAST_PART = 4
 """Fewest columns of a part: shorter parts take more bits than they save, but near the size of the full table."""
-_PART_BITS = 8
+PART_BITS = 8
 """Most bits of a code whose scheme is chosen by the bits of an id."""
 _IDS_AT_ONCE = 1 << 16
 
@@ -134,10 +134,16 @@ class CodedPoints:
     spread: float
 
     @classmethod
-    def by(cls, points: CodePoints, shape: CodeShape, centroids: Sequence[Float[Tensor, "k columns"]]) -> CodedPoints:
-        """Returns the points in the codes of their nearest centroids."""
+    def by(
+        cls,
+        points: CodePoints,
+        shape: CodeShape,
+        centroids: Sequence[Float[Tensor, "k columns"]],
+        balance: float | None = None,
+    ) -> CodedPoints:
+        """Returns the points in the codes of their nearest centroids, or with ``balance`` of the nearest with room."""
         on_device = [own.to(points.weights.device) for own in centroids]
-        codes, squares = encode(shape, on_device, points.vectors)
+        codes, squares = _encode(points, shape, on_device, balance)
         return cls(shape, on_device, codes, (points.weights * squares).cpu(), points.spread)
 
     @property
@@ -157,42 +163,69 @@ class CodedPoints:
         return len(points.vectors) * (books + sum(packed_bytes(num_codes, rows) for rows in num_rows))
 
 
-def quantise(points: CodePoints, shape: CodeShape, seed: int = 0) -> CodedPoints:
+def quantise(points: CodePoints, shape: CodeShape, seed: int = 0, balance: float | None = None) -> CodedPoints:
     """Codes the points by a scheme; equal arguments give equal codes on one device.
 
     The distortion of ``residual`` is that of centroids found one part after another: fitting all parts together
     (:func:`~distembed.serving.convert.tables.fit_table`) lowers it further.
+
+    Args:
+        points: The points.
+        shape: The scheme and its sizes.
+        seed: The seed of the first centroids.
+        balance: The most points of a code in each part, in multiples of the mean; None for no bound.
     """
-    centroids: list[Tensor] = []
-    rests = list(points.vectors)
+    return CodedPoints.by(points, shape, _centroids(points, shape, seed, balance), balance)
+
+
+def _centroids(
+    points: CodePoints, shape: CodeShape, seed: int, balance: float | None
+) -> list[Float[Tensor, "k columns"]]:
+    """Returns the centroids of each part that are nearest to a point; memory holds one copy of the points."""
+    found: list[Tensor] = []
+    rests = _Rests(points.vectors)
     for part, columns in enumerate(_part_columns(shape, points.dim)):
-        own = torch.cat([rest[:, columns.start : columns.stop] for rest in rests], dim=1)
-        clusters = k_means(own, points.weights, shape.num_centroids, seed + part)
-        used = clusters.codes.unique()
-        centroids.append(clusters.centroids[used])
-        if shape.scheme == "residual":
-            nearest = clusters.centroids.float()[clusters.codes].split(points.dim, dim=1)
-            rests = [rest - found for rest, found in zip(rests, nearest, strict=True)]
-    return CodedPoints.by(points, shape, centroids)
+        clusters = k_means(rests.of(columns), points.weights, shape.num_centroids, seed + part, balance=balance)
+        found.append(clusters.centroids[clusters.codes.unique()])
+        if shape.scheme == "residual" and part + 1 < shape.num_parts:
+            rests.subtract(clusters.centroids.float(), clusters.codes)
+    return found
 
 
-def encode(
-    shape: CodeShape, centroids: Sequence[Float[Tensor, "k columns"]], vectors: Sequence[Float[Tensor, "points dim"]]
+def _encode(
+    points: CodePoints, shape: CodeShape, centroids: Sequence[Float[Tensor, "k columns"]], balance: float | None
 ) -> tuple[list[Int64[Tensor, " points"]], Float[Tensor, " points"]]:
-    """Returns the codes of the nearest centroids in each part, on the CPU, and each point's squared distance."""
-    dim, rests = vectors[0].shape[1], list(vectors)
-    codes, squares = list[Tensor](), vectors[0].new_zeros(len(vectors[0]), dtype=torch.float64)
-    for part, columns in enumerate(_part_columns(shape, dim)):
-        own = torch.cat([rest[:, columns.start : columns.stop] for rest in rests], dim=1)
-        nearest, distances = assign(own, centroids[part])
+    """Returns the points' codes in each part, on the CPU, and each point's squared distance to the vector of them."""
+    rests, squares = _Rests(points.vectors), torch.zeros_like(points.weights)
+    codes = list[Tensor]()
+    for part, columns in enumerate(_part_columns(shape, points.dim)):
+        nearest, distances = assign(rests.of(columns), centroids[part], points.weights, balance)
         codes.append(nearest.cpu())
-        if shape.scheme == "residual":
-            found = centroids[part].float()[nearest].split(dim, dim=1)
-            rests = [rest - near for rest, near in zip(rests, found, strict=True)]
-            squares = distances
-        else:
-            squares = squares + distances
+        squares = distances if shape.scheme == "residual" else squares + distances
+        if shape.scheme == "residual" and part + 1 < shape.num_parts:
+            rests.subtract(centroids[part].float(), nearest)
     return codes, squares
+
+
+class _Rests:
+    """The vectors of points in several tables, from which centroids are subtracted in a copy."""
+
+    def __init__(self, vectors: Sequence[Float[Tensor, "points dim"]]) -> None:
+        self._rests, self._is_copy = vectors, False
+
+    def of(self, columns: range) -> Float[Tensor, "points columns"]:
+        """Returns columns of each table side by side: of one table without a copy."""
+        own = [rest[:, columns.start : columns.stop] for rest in self._rests]
+        return own[0] if len(own) == 1 else torch.cat(own, dim=1)
+
+    def subtract(self, centroids: Float[Tensor, "k columns"], codes: Int64[Tensor, " points"]) -> None:
+        """Subtracts each point's centroid, whose columns are all tables' side by side."""
+        if not self._is_copy:
+            self._rests, self._is_copy = [rest.clone() for rest in self._rests], True
+        parts = centroids.split([rest.shape[1] for rest in self._rests], dim=1)
+        for rest, own in zip(self._rests, parts, strict=True):
+            for chunk, of_chunk in zip(rest.split(_IDS_AT_ONCE), codes.split(_IDS_AT_ONCE), strict=True):
+                chunk -= own[of_chunk]
 
 
 def candidate_shapes(scheme: Scheme | Literal["auto"], dim: int, num_points: int) -> Iterator[CodeShape]:
@@ -217,10 +250,10 @@ def shape_of_bits(scheme: Scheme | Literal["auto"], bits: int, dim: int) -> Code
     bits have to divide evenly into the fewest parts.
     """
     if scheme == "auto":
-        scheme = "one" if bits <= _PART_BITS else "product"
+        scheme = "one" if bits <= PART_BITS else "product"
     if scheme == "one":
-        return CodeShape("one", 1, 1 << bits) if bits <= _PART_BITS + 1 else None
-    num_parts = max(2, math.ceil(bits / _PART_BITS))
+        return CodeShape("one", 1, 1 << bits) if bits <= PART_BITS + 1 else None
+    num_parts = max(2, math.ceil(bits / PART_BITS))
     if bits % num_parts or (scheme == "product" and num_parts > dim):
         return None
     return CodeShape(scheme, num_parts, 1 << (bits // num_parts))
@@ -228,7 +261,7 @@ def shape_of_bits(scheme: Scheme | Literal["auto"], bits: int, dim: int) -> Code
 
 def nearest_bits(scheme: Scheme | Literal["auto"], bits: int, dim: int) -> list[int]:
     """Returns the bits next below and above that :func:`shape_of_bits` has a shape for."""
-    good = [own for own in range(1, _PART_BITS * max(dim, bits) + 1) if shape_of_bits(scheme, own, dim) is not None]
+    good = [own for own in range(1, PART_BITS * max(dim, bits) + 1) if shape_of_bits(scheme, own, dim) is not None]
     return [own for own in good if own < bits][-1:] + [own for own in good if own > bits][:1]
 
 
