@@ -35,7 +35,7 @@ from distembed.embedding import (
 from distembed.embedding.config import DataType
 from distembed.embedding.tables import CompositionalTables
 from distembed.optim.config import DenseOptimizerConfig, SparseOptimizerConfig
-from distembed.optim.optimizers import Optimizers, fuse_sparse_optimizer, needs_dense_kernel, table_parameters
+from distembed.optim.optimizers import Optimizers, fuse_sparse_optimizer, table_parameters
 from distembed.optim.replicated import ReplicatedOptimizer
 from distembed.partitions import ChineseRemainder, QuotientRemainder
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder, CompositionalEmbeddingCollectionSharder
@@ -227,7 +227,7 @@ def shard(
     plan = planner.collective_plan(model, sharders, dist.group.WORLD)
     if is_scattered:
         scatter_columns(plan)
-    if needs_dense_kernel(sparse):
+    if not sparse.is_fused:
         for placed in (placed for module_plan in plan.plan.values() for placed in module_plan.values()):
             placed.compute_kernel = "dense"
     env = ShardingEnv.from_process_group(dist.group.WORLD)

@@ -24,8 +24,8 @@ from distembed.models import MODELS, DCNConfig, DLRMConfig, ModelInputs, SoftOne
 from distembed.models.config import CountedModelConfig
 from distembed.models.dlrm_config import LowRankCrossConfig
 from distembed.optim.declared import TableOptimizers
+from distembed.optim.table_storage import TableSize, whole_table_storage
 from distembed.partitions import PARTITIONS, Explicit
-from distembed.planning.storage import whole_table_storage
 from distembed.serving.export.table_groups import ExportStorage
 from distembed.training.config import load_config
 from distembed.training.describe import DescribedTable, describe
@@ -96,10 +96,13 @@ def test_stored_rows_of_ids_count_as_bytes_wherever_bytes_are_counted() -> None:
     scheme = Explicit(1000, [np.arange(1000) % 64, np.arange(1000) % 15], allow_collisions=True)
     table = CompositionalEmbeddingBagConfig("t", 1000, 8, ["f"], scheme, "concat")
     codes = sum(4 * (-(-1000 * bits // 32) + 1) for bits in (6, 4))
-    described = DescribedTable(table).as_json()
+    size = TableSize.of(table, TableOptimizers())
+    described = DescribedTable(table, size).as_json()
     assert described["assignment_bytes"] == codes
     assert table.memory_bytes == described["bytes"] == (64 * 4 + 15 * 4) * 4 + codes
-    assert described["compression"] == 1000 * 8 * 4 / described["bytes"]
+    assert described["serving_compression"] == 1000 * 8 * 4 / described["bytes"]
+    assert described["training_bytes"] == described["bytes"] + (64 + 15) * 4  # row-wise Adagrad
+    assert described["compression"] == 1000 * (8 + 1) * 4 / described["training_bytes"]
     assert ExportStorage().bytes(table) == table.memory_bytes
     assert whole_table_storage(table, TableOptimizers()).weights == table.memory_bytes
 
@@ -140,7 +143,7 @@ def test_a_tables_counts_equal_its_modules(name: str, composition: str, n: int, 
     partition = PARTITIONS[name](n, **chosen)
     table = CompositionalEmbeddingBagConfig("t", n, 16, ["f"], partition, composition)
     weights = list(CompositionalEmbeddingBagCollection([table], device="meta").parameters())
-    found = DescribedTable(table).as_json()
+    found = DescribedTable(table, TableSize.of(table, TableOptimizers())).as_json()
     assert found["parameters"] == sum(weight.numel() for weight in weights)
     assert found["bytes"] == sum(weight.numel() * weight.element_size() for weight in weights)
     assert sorted(found["rows"]) == sorted(len(weight) for weight in weights)
@@ -172,15 +175,18 @@ def test_totals_are_the_sums_of_the_parts(composition: str) -> None:
     assert found["parameters"] == tables + sum(layer["parameters"] for layer in found["dense"])
 
 
-@pytest.mark.parametrize(("data_type", "itemsize"), [("fp32", 4), ("fp16", 2)])
+@pytest.mark.parametrize("data_type", ["fp32", "fp16"])
 @pytest.mark.parametrize("composition", ["product", "path_mlp"])
-def test_full_tables_bytes_are_those_of_a_number_for_each_id_and_column(
-    composition: str, data_type: str, itemsize: int
+@pytest.mark.parametrize(("optimizer", "states"), [("adagrad", 16), ("row_wise_adagrad", 1), ("adam", 32), ("sgd", 0)])
+def test_full_tables_are_fp32_with_the_same_optimizer(
+    composition: str, data_type: str, optimizer: str, states: int
 ) -> None:
-    """Functions of paths are float32, whatever the vectors are, and full tables have none."""
+    """Full tables have no functions; they keep 16 numbers an id and the states of it."""
     settings = [f"embedding.default.composition={composition}", f"embedding.default.data_type={data_type}"]
-    described = describe(load_config(KAGGLE, [*FORCED, *settings]))
-    assert described.full_embedding_bytes == sum(CRITEO_KAGGLE_CARDINALITIES) * 16 * itemsize
+    described = describe(load_config(KAGGLE, [*FORCED, *settings, f"train.sparse_optimizer.name={optimizer}"]))
+    ids = sum(CRITEO_KAGGLE_CARDINALITIES)
+    assert described.size.full_serving == ids * 16 * 4
+    assert described.size.full_training == ids * (16 + states) * 4
 
 
 def test_json_has_the_promised_keys() -> None:

@@ -40,7 +40,7 @@ from distembed.embedding.settings import LookupKernel
 from distembed.partitions import Partition
 from distembed.planning.buffers import Step as StepEstimate
 from distembed.planning.search import plan_placements
-from distembed.training.build import Blueprint, TrainingState, table_optimizers
+from distembed.training.build import Blueprint, TrainingState
 from distembed.training.config import Config, load_config
 from distembed.training.inference import evaluate_split, load_training_state
 from distembed.training.run import train_run
@@ -331,7 +331,7 @@ def evaluate_run(run: Path, dataset: Path, splits: Sequence[str], ranks: Ranks) 
 def estimated_step(blueprint: Blueprint, plan: ShardingPlan) -> StepEstimate:
     """Returns the estimate of a step with a plan."""
     placements = plan_placements(blueprint.build_plannable(), plan, blueprint.world_size)
-    optimizers = table_optimizers(blueprint.config.train)
+    optimizers = blueprint.config.train.table_optimizers
     return StepEstimate(placements, blueprint.world_size, blueprint.workload(), optimizers, blueprint.device.type)
 
 

@@ -121,9 +121,8 @@ def reason_to_stay_full(feature: CategoricalFeature, settings: TableConfig) -> s
     if feature.num_embeddings <= settings.threshold:
         return f"no more than {settings.threshold} ids"
     compressed = _table(feature, settings, _make_partition(feature, settings), seed=0)
-    if compressed.num_parameters * compressed.bytes_per_number + compressed.scheme.assignment_bytes >= (
-        compressed.full_bytes
-    ):
+    saved = feature.num_embeddings * settings.embedding_dim - compressed.num_parameters
+    if saved * compressed.bytes_per_number <= compressed.scheme.assignment_bytes:
         return f"{settings.partition} with {settings.composition} would save no parameters"
     return None
 

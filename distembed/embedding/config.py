@@ -326,18 +326,13 @@ class CompositionalEmbeddingConfig:
 
     @property
     def memory_bytes(self) -> int:
-        """The bytes of all parameters and of stored rows of ids (``explicit``), without optimizer state."""
+        """The bytes of all parameters and of stored rows of ids (``explicit``): what serving keeps, without states."""
         return sum(part.num_bytes for part in self.partition_tables()) + self.scheme.assignment_bytes
 
     @property
     def full_bytes(self) -> int:
-        """The bytes of the full table of these ids, in the vectors' data type."""
-        return self.num_embeddings * self.embedding_dim * self.bytes_per_number
-
-    @property
-    def compression(self) -> float:
-        """The bytes of the full table over the bytes of this one."""
-        return self.full_bytes / self.memory_bytes
+        """The bytes of the vectors of the full fp32 table of these ids."""
+        return self.num_embeddings * self.embedding_dim * _BYTES_PER_PARAMETER["FP32"]
 
 
 @dataclass(frozen=True)

@@ -113,3 +113,8 @@ class SparseOptimizerConfig:
     # have gradients, the numbers of the rows' own gradients are cut.
     max_gradient: PositiveNumber | None = None
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)  # the learning rate over the steps
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether FBGEMM updates tables within the backward pass; else they have TorchRec's ``dense`` kernel."""
+        return OPTIMIZERS[self.name].fused_class is not None

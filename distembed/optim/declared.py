@@ -1,16 +1,18 @@
 """The optimizers of a model's tables, whose states a plan counts, and the optimizers that tables themselves declare."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
-
-from torch import nn
-from torchrec.distributed.types import ModuleSharder
-from torchrec.distributed.utils import emb_opt_type_to_optimizer_class
+from typing import TYPE_CHECKING, Any
 
 from distembed.base.errors import UserError
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.optim.kinds import OPTIMIZERS, fused_optimizer_name, fused_type, stateless_name
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torchrec.distributed.types import ModuleSharder
 
 
 @dataclass(frozen=True)
@@ -22,11 +24,11 @@ class TableOptimizers:
     # whether FBGEMM updates sharded vectors within the backward pass; else torch does, from gradients
     is_fused: bool = True
 
-    def for_table(self, table: CompositionalEmbeddingConfig) -> "TableOptimizers":
+    def for_table(self, table: CompositionalEmbeddingConfig) -> TableOptimizers:
         """Returns the optimizers that train one table: a table with ``dense_gradient`` has the dense one alone."""
         return self.for_dense_gradient() if table.dense_gradient else self
 
-    def for_dense_gradient(self) -> "TableOptimizers":
+    def for_dense_gradient(self) -> TableOptimizers:
         """Returns the optimizers of a table with gradients in all rows: the dense optimizer trains all of it."""
         return TableOptimizers(self.dense, self.dense, is_fused=False)
 
@@ -93,4 +95,6 @@ def largest_optimizer(names: Iterable[str | None], undeclared: str | None = None
 
 def _shared_optimizer(sharder: ModuleSharder[Any]) -> Any:
     """Returns the class of the optimizer that a sharder's ``fused_params`` name for all tables; None for none."""
+    from torchrec.distributed.utils import emb_opt_type_to_optimizer_class
+
     return emb_opt_type_to_optimizer_class((getattr(sharder, "fused_params", None) or {}).get("optimizer"))

@@ -36,11 +36,6 @@ from distembed.optim.kinds import OPTIMIZERS, sparse_names
 from distembed.optim.live_state import set_step_count
 
 
-def needs_dense_kernel(config: SparseOptimizerConfig) -> bool:
-    """Returns whether tables have to be placed with TorchRec's ``dense`` kernel, which leaves the update to torch."""
-    return OPTIMIZERS[config.name].fused_class is None
-
-
 def fuse_sparse_optimizer(
     parameters: Iterable[nn.Parameter], config: SparseOptimizerConfig, device: torch.device
 ) -> None:

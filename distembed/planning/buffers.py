@@ -29,9 +29,10 @@ from torchrec.distributed.types import ShardingType
 from distembed.embedding.config import common_id_dtype
 from distembed.embedding.settings import VectorExchange
 from distembed.optim.declared import TableOptimizers
+from distembed.optim.table_storage import total_storage
 from distembed.planning.networks import NetworkEstimate
 from distembed.planning.request import PlanRequest, Workload, pipeline_depth
-from distembed.planning.storage import DEFAULT_CACHE_RATIO, PlannedRank, SentBytes, storage_by_rank, total_storage
+from distembed.planning.storage import DEFAULT_CACHE_RATIO, PlannedRank, SentBytes, storage_by_rank
 from distembed.planning.times import (
     LENGTH_BYTES,
     ExchangeKey,

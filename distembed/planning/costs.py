@@ -25,10 +25,11 @@ from functools import cached_property
 from torchrec.distributed.types import ParameterSharding, ShardingType
 
 from distembed.embedding.config import CompositionalEmbeddingConfig, PartitionTable, common_id_dtype
+from distembed.optim.table_storage import TableStorage, replicated_storage
 from distembed.planning.devices import Cluster
 from distembed.planning.networks import NetworkEstimate
 from distembed.planning.request import PlanRequest
-from distembed.planning.storage import StepTime, TableStorage, replicated_storage, slice_storage
+from distembed.planning.storage import StepTime, slice_storage
 from distembed.planning.times import (
     ExchangeKey,
     LookupTimes,

@@ -16,7 +16,7 @@ Partitions of the kernels ``fused_uvm`` and ``fused_uvm_caching`` lie in host me
 numbers per row, and the cache with FBGEMM's notes on it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from functools import cache, cached_property
 from operator import add
@@ -24,10 +24,16 @@ from operator import add
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner.constants import UVM_CACHING_RATIO
 
-from distembed.embedding.config import CompositionalEmbeddingConfig, PartitionTable
+from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.optim.declared import TableOptimizers
 from distembed.optim.kinds import OPTIMIZERS
-from distembed.sharding.groups.load import FLOAT_BYTES
+from distembed.optim.table_storage import (
+    TableStorage,
+    assignment_storage,
+    parameter_storage,
+    replicated_storage,
+    total_storage,
+)
 from distembed.sharding.placement import IN_HOST_MEMORY, Placement, rows_in_block
 from distembed.sharding.table_slice import TableSlice
 
@@ -36,36 +42,6 @@ DEFAULT_CACHE_RATIO = UVM_CACHING_RATIO
 CACHED = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
 _Part = tuple[str, tuple[tuple[int, int], ...]]
 """Compute kernel of a partition, and (rows, columns) of each of the partition's shards on one rank."""
-
-
-@dataclass(frozen=True)
-class TableStorage:
-    """Bytes of one table on one rank; ``host_`` fields are in host memory, all others on the device."""
-
-    weights: int = 0  # vectors, functions and stored rows of ids
-    optimizer_state: int = 0
-    gradients: int = 0  # of parameters that torch updates after the backward pass
-    cache: int = 0  # device cache of vectors in host memory
-    host_weights: int = 0  # vectors that lie in host memory
-    host_optimizer_state: int = 0
-
-    @property
-    def total(self) -> int:
-        """Bytes on the device; a CPU's device memory is the machine's."""
-        return self.weights + self.optimizer_state + self.gradients + self.cache
-
-    @property
-    def host(self) -> int:
-        """Bytes in host memory, apart from the device."""
-        return self.host_weights + self.host_optimizer_state
-
-    def __add__(self, other: "TableStorage") -> "TableStorage":
-        return total_storage([self, other])
-
-
-def total_storage(storage: Iterable[TableStorage]) -> TableStorage:
-    """Returns the storage of several tables, or parts of a table, together."""
-    return TableStorage(*map(sum, zip(*[vars(part).values() for part in storage], strict=True)))
 
 
 def storage_by_rank(
@@ -85,7 +61,7 @@ def storage_by_rank(
     @cache
     def stored(rank_parts: tuple[_Part, ...]) -> TableStorage:
         shards = [_sharded_storage(table, part, optimizers, cache_ratio) for part in rank_parts]
-        return total_storage([replicated, *shards, _assignments(table)])
+        return total_storage([replicated, *shards, assignment_storage(table)])
 
     ranks = range(world_size) if placement.replicated else parts_by_rank
     return {rank: stored(tuple(parts_by_rank.get(rank, ()))) for rank in ranks}
@@ -104,36 +80,7 @@ def slice_storage(
         if part.kernel is not None
     ]
     shards = [_sharded_storage(table_slice.table, part, optimizers, cache_ratio) for part in parts]
-    return total_storage([*shards, _assignments(table_slice.table)])
-
-
-def replicated_storage(
-    table: CompositionalEmbeddingConfig, parts: Iterable[PartitionTable], optimizers: TableOptimizers
-) -> TableStorage:
-    """Returns the storage of the given partitions and functions of a table on one rank, if torch trains them there."""
-    optimizers = optimizers.for_table(table)
-    return total_storage(
-        _parameter([(part.num_rows, part.dim)], FLOAT_BYTES, optimizers.dense, is_fused=False)
-        if part.is_function
-        else _parameter([(part.num_rows, part.dim)], table.bytes_per_number, optimizers.sparse, is_fused=False)
-        for part in parts
-    )
-
-
-def whole_table_storage(table: CompositionalEmbeddingConfig, optimizers: TableOptimizers) -> TableStorage:
-    """Returns the storage of a table that one rank holds whole: FBGEMM's if it has the optimizer, else torch's."""
-    functions = replicated_storage(table, table.function_tables(), optimizers)
-    optimizer = optimizers.for_table(table)
-    vectors = [
-        _parameter([(part.num_rows, part.dim)], table.bytes_per_number, optimizer.sparse, optimizer.is_fused)
-        for part in table.lookup_tables()
-    ]
-    return total_storage([functions, *vectors, _assignments(table)])
-
-
-def _assignments(table: CompositionalEmbeddingConfig) -> TableStorage:
-    """Returns the bytes of the stored rows of a table's ids, which a rank has once for all of its parts."""
-    return TableStorage(weights=table.scheme.assignment_bytes)
+    return total_storage([*shards, assignment_storage(table_slice.table)])
 
 
 def _sharded_storage(
@@ -142,7 +89,7 @@ def _sharded_storage(
     """Returns a partition's storage on one rank; with a kernel in host memory, states per row stay on the device."""
     kernel, shards = part
     optimizer = optimizers.for_table(table).sparse
-    storage = _parameter(shards, table.bytes_per_number, optimizer, kernel != EmbeddingComputeKernel.DENSE.value)
+    storage = parameter_storage(shards, table.bytes_per_number, optimizer, kernel != EmbeddingComputeKernel.DENSE.value)
     if kernel not in IN_HOST_MEMORY:
         return storage
     num_rows = sum(rows for rows, _ in shards)
@@ -155,15 +102,6 @@ def _sharded_storage(
         host_weights=storage.weights,
         host_optimizer_state=storage.optimizer_state - row_states,
     )
-
-
-def _parameter(shards: Sequence[tuple[int, int]], itemsize: int, optimizer: str, is_fused: bool) -> TableStorage:
-    """Returns one parameter's bytes, in shards of (rows, columns); torch has a gradient, FBGEMM (fused) has none."""
-    rows, numbers = sum(rows for rows, _ in shards), sum(rows * columns for rows, columns in shards)
-    kind, num_bytes = OPTIMIZERS[optimizer], numbers * itemsize
-    if is_fused:
-        return TableStorage(num_bytes, kind.fused_state_bytes(rows, numbers))
-    return TableStorage(num_bytes, kind.torch_state_bytes(rows, numbers), num_bytes)
 
 
 @dataclass(frozen=True)

@@ -237,6 +237,7 @@ def report_columns(summaries: Sequence[RunSummary]) -> list[ReportColumn]:
         ReportColumn("parameters", lambda run: format_number(run.info.parameters, ",.0f")),
         ReportColumn("embedding rows", lambda run: _embedding_rows(run), in_terminal=False),
         ReportColumn("embedding MB", lambda run: _embedding_megabytes(run), in_terminal=False),
+        ReportColumn("training MB", lambda run: _training_megabytes(run), in_terminal=False),
         ReportColumn("compression", lambda run: _compression(run)),
         ReportColumn("split", lambda run: run.evaluated_on or UNKNOWN),
         *(_metric_column(metric) for metric in reported_metrics(summaries)),
@@ -287,9 +288,15 @@ def _embedding_megabytes(run: RunSummary) -> str:
     return format_number(num_bytes / 1e6, ",.1f") + _share(num_bytes, full)
 
 
+def _training_megabytes(run: RunSummary) -> str:
+    """Returns the megabytes of a run's tables with optimizer states, and their share of the full tables' megabytes."""
+    num_bytes, full = run.info.embedding_training_bytes, run.info.full_embedding_training_bytes
+    return format_number(num_bytes / 1e6, ",.1f") + _share(num_bytes, full)
+
+
 def _compression(run: RunSummary) -> str:
-    """Returns the bytes of full tables over the bytes of a run's tables, like ``3.9x``."""
-    num_bytes, full = run.info.embedding_bytes, run.info.full_embedding_bytes
+    """Returns the training bytes of full fp32 tables over the training bytes of a run's tables, like ``3.9x``."""
+    num_bytes, full = run.info.embedding_training_bytes, run.info.full_embedding_training_bytes
     return f"{full / num_bytes:.1f}x" if num_bytes > 0 and not math.isnan(full) else UNKNOWN
 
 

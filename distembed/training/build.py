@@ -22,12 +22,10 @@ from distembed.embedding.settings import VectorExchange
 from distembed.models import Model, ModelInputs
 from distembed.models.config import plan_values
 from distembed.optim.averages import AveragedWeights
-from distembed.optim.declared import TableOptimizers
 from distembed.optim.optimizers import (
     Optimizers,
     averaged_parameters,
     fuse_sparse_optimizer,
-    needs_dense_kernel,
     table_parameters,
     weight_decays,
 )
@@ -45,7 +43,6 @@ from distembed.training.config import Config
 from distembed.training.initial_run import InitialRun
 from distembed.training.pipeline import StepPipeline, TaskModel
 from distembed.training.start import PlanChoice
-from distembed.training.train_config import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -205,12 +202,6 @@ class Blueprint:
         )
 
 
-def table_optimizers(train: TrainConfig) -> TableOptimizers:
-    """Returns the names of the optimizers that train the tables, and whether FBGEMM fuses the sparse one."""
-    is_fused = not needs_dense_kernel(train.sparse_optimizer)
-    return TableOptimizers(train.sparse_optimizer.name, train.dense_optimizer.name, is_fused)
-
-
 @dataclass
 class TrainingState:
     """A sharded model, its optimizers and the pipeline that steps them, with its plan.
@@ -261,7 +252,7 @@ def build_training_state(
     collections = embedding_modules(task_model)
     _move_networks(task_model, set(collections), ranks.device)
     inputs = blueprint.plan_inputs(task_model)
-    tables_trained_by = table_optimizers(blueprint.config.train)
+    tables_trained_by = blueprint.config.train.table_optimizers
     saved = (plans or PlanChoice()).for_inputs(inputs)
     if saved is not None:
         tables = {path: table_configs(module) for path, module in collections.items()}

@@ -15,6 +15,7 @@ from distembed.data.dataset.schema import Schema
 from distembed.embedding import CompositionalEmbeddingConfig, reason_to_stay_full, table_features
 from distembed.models import ModelInputs
 from distembed.models.config import CountedModelConfig, ModelConfig, Shapes
+from distembed.optim.table_storage import TableSize
 from distembed.tasks import batch_schema
 from distembed.training.config import Config
 
@@ -27,6 +28,7 @@ class DescribedTable:
     """An embedding table, and the reason why it is full although a scheme is set for its feature, if it is."""
 
     config: CompositionalEmbeddingConfig
+    size: TableSize
     reason_full: str | None = None
 
     @property
@@ -53,9 +55,10 @@ class DescribedTable:
     def as_json(self) -> dict[str, Any]:
         """Returns the table in plain values: ``dims`` are the numbers in a row of each partition.
 
-        ``bytes`` are of weights and of stored rows of ids; ``assignment_bytes`` are of these rows alone. ``vectors`` is
-        the number of vectors that an id gives. There is a ``data_type`` where it is not fp32, and a unified table has
-        ``first_ids``.
+        ``bytes`` are of weights and of stored rows of ids, which serving keeps; ``assignment_bytes`` are of these rows
+        alone; ``training_bytes`` are with the optimizer's states. ``compression`` is the ratio of training bytes to the
+        full fp32 table's, ``serving_compression`` the ratio without states. ``vectors`` is the number of vectors that
+        an id gives. There is a ``data_type`` where it is not fp32, and a unified table has ``first_ids``.
         """
         table = self.config
         more: dict[str, Any] = {} if table.data_type == "FP32" else {"data_type": table.data_type.lower()}
@@ -74,9 +77,8 @@ class DescribedTable:
             "id_policy": table.id_policy,
             "hash_seed": None if table.pre_hash is None else table.pre_hash.seed,
             "parameters": table.num_parameters,
-            "bytes": table.memory_bytes,
+            **self.size.as_json(),
             "assignment_bytes": table.scheme.assignment_bytes,
-            "compression": table.compression,
             "complementary": table.scheme.is_complementary(),
             "ids_per_row": table.scheme.ids_per_row,
             "full_because": self.reason_full,
@@ -124,6 +126,7 @@ class Description:
     """A model's embedding tables, dense layers (output biases among them) and tied tables, with their totals."""
 
     model: str
+    sparse_optimizer: str  # whose states training keeps of tables
     tables: tuple[DescribedTable, ...]
     dense_layers: tuple[DescribedLayer, ...]
     tied_outputs: tuple[TiedOutput, ...] = ()
@@ -133,9 +136,9 @@ class Description:
         return sum(table.config.num_parameters for table in self.tables)
 
     @property
-    def embedding_bytes(self) -> int:
-        """The bytes of the weights and stored rows of ids of all embedding tables, without optimizer state."""
-        return sum(table.config.memory_bytes for table in self.tables)
+    def size(self) -> TableSize:
+        """The bytes of all embedding tables, of their optimizers' states, and of full fp32 tables."""
+        return sum((table.size for table in self.tables), TableSize())
 
     @property
     def embedding_rows(self) -> int:
@@ -145,11 +148,6 @@ class Description:
     def full_embedding_rows(self) -> int:
         """The number of rows that the tables would have if none were compressed."""
         return sum(table.config.num_embeddings for table in self.tables)
-
-    @property
-    def full_embedding_bytes(self) -> int:
-        """The bytes of the weights that the tables would have if none were compressed."""
-        return sum(table.config.full_bytes for table in self.tables)
 
     @property
     def num_dense_parameters(self) -> int:
@@ -167,14 +165,24 @@ class Description:
                 names.setdefault(table.reason_full, []).append(table.config.name)
         return [f"full tables: {', '.join(tables)} ({reason})" for reason, tables in names.items()]
 
+    def sizes_as_json(self) -> dict[str, int]:
+        """Returns the bytes of all tables, as ``run.json`` has them too; full tables are fp32."""
+        return {
+            "embedding_bytes": self.size.serving,
+            "embedding_training_bytes": self.size.training,
+            "full_embedding_bytes": self.size.full_serving,
+            "full_embedding_training_bytes": self.size.full_training,
+        }
+
     def as_json(self) -> dict[str, Any]:
         return {
             "model": self.model,
+            "sparse_optimizer": self.sparse_optimizer,
             "tables": [table.as_json() for table in self.tables],
             "dense": [layer.as_json() for layer in self.dense_layers],
             "tied_outputs": [output.as_json() for output in self.tied_outputs],
             "embedding_parameters": self.num_embedding_parameters,
-            "embedding_bytes": self.embedding_bytes,
+            **self.sizes_as_json(),
             "dense_parameters": self.num_dense_parameters,
             "parameters": self.num_parameters,
         }
@@ -188,7 +196,7 @@ def describe(config: Config) -> Description:
     Raises:
         UserError: The dataset cannot be read, or a table cannot be made as it is set.
     """
-    schema = batch_schema(config.task, config.data.load_schema())
+    schema, optimizers = batch_schema(config.task, config.data.load_schema()), config.train.table_optimizers
     inputs = ModelInputs.from_config(schema, config.embedding)
     tables: Sequence[CompositionalEmbeddingConfig] = list(inputs.tables.values())
     tied: tuple[TiedOutput, ...] = ()
@@ -198,7 +206,11 @@ def describe(config: Config) -> Description:
         tables, shapes, tied = _built(config.model, inputs)
     return Description(
         config.model.name,
-        tuple(DescribedTable(table, _reason_full(table, schema, config)) for table in tables),
+        optimizers.sparse,
+        tuple(
+            DescribedTable(table, TableSize.of(table, optimizers), _reason_full(table, schema, config))
+            for table in tables
+        ),
         tuple(DescribedLayer(name, shape, math.prod(shape)) for name, shape in shapes.items()),
         tied,
     )
@@ -252,14 +264,14 @@ def print_description(description: Description, console: Console) -> None:
         console.print(output.text, highlight=False, soft_wrap=True)
     console.print(
         f"{description.num_parameters:,} parameters: {description.num_embedding_parameters:,} in embedding tables "
-        f"({format_bytes(description.embedding_bytes)} of weights), {description.num_dense_parameters:,} dense",
+        f"({description.size.text} with {description.sparse_optimizer}), {description.num_dense_parameters:,} dense",
         highlight=False,
     )
 
 
 def _embedding_rows(description: Description) -> Table:
     rows = Table("table", "scheme", "composition", title="embedding tables", title_justify="left", box=SIMPLE_HEAD)
-    for column in ("ids", "rows", "dim", "parameters", "memory", "compression"):
+    for column in ("ids", "rows", "dim", "parameters", "serving", "training", "compression"):
         rows.add_column(column, justify="right")
     for described in description.tables:
         table, scheme = described.config, described.config.scheme
@@ -271,8 +283,9 @@ def _embedding_rows(description: Description) -> Table:
             " + ".join(f"{num_rows:,}" for num_rows in scheme.num_rows),
             str(table.embedding_dim),
             f"{table.num_parameters:,}",
-            format_bytes(table.memory_bytes),
-            f"{table.compression:.2f}x",
+            format_bytes(described.size.serving),
+            format_bytes(described.size.training),
+            f"{described.size.compression:.2f}x",
         )
     return rows
 

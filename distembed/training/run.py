@@ -122,9 +122,8 @@ def run_info(config: Config, start: RunStart) -> dict[str, Any]:
         "schemes": {scheme: schemes.count(scheme) for scheme in dict.fromkeys(schemes)},
         "parameters": description.num_parameters,
         "embedding_parameters": description.num_embedding_parameters,
-        "embedding_bytes": description.embedding_bytes,
+        **description.sizes_as_json(),
         "embedding_rows": description.embedding_rows,
-        "full_embedding_bytes": description.full_embedding_bytes,
         "full_embedding_rows": description.full_embedding_rows,
         "metrics": [dataclasses.asdict(metric) for metric in task.reported_metrics],
     }

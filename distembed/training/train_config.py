@@ -20,6 +20,7 @@ from distembed.base.names import STRICT, one_of
 from distembed.base.validation import Count, Interval
 from distembed.embedding.settings import QuantizedCommsConfig
 from distembed.optim.config import DenseOptimizerConfig, EMAConfig, NonNegativeNumber, SparseOptimizerConfig
+from distembed.optim.declared import TableOptimizers
 from distembed.tasks.reported_metrics import ReportedMetric
 from distembed.training.loggers import LOGGERS
 
@@ -111,6 +112,11 @@ class TrainConfig:
     keep_checkpoints: Count = 2
     checkpoint_dir: Annotated[str, Field(min_length=1)] | None = None
     init_from: Annotated[str, Field(min_length=1)] | None = None
+
+    @property
+    def table_optimizers(self) -> TableOptimizers:
+        """The names of the optimizers that train the tables, and whether FBGEMM fuses the sparse one."""
+        return TableOptimizers(self.sparse_optimizer.name, self.dense_optimizer.name, self.sparse_optimizer.is_fused)
 
     @property
     def compares_evaluations(self) -> bool:

@@ -6,11 +6,12 @@ from typing import Any
 
 from torchrec.distributed.types import ShardingPlan
 
+from distembed.optim.table_storage import TableStorage
 from distembed.planning.devices import Cluster, find_device
 from distembed.planning.networks import NetworkEstimate
 from distembed.planning.request import Workload
 from distembed.planning.saved_plan import PlanInputs
-from distembed.planning.storage import PlannedRank, SentBytes, StepTime, TableStorage
+from distembed.planning.storage import PlannedRank, SentBytes, StepTime
 from distembed.reports.plan.assessment import AssessedTable, Assessment
 from distembed.reports.plan.remedies import Remedies
 from distembed.reports.plan.report import CapacityReport

@@ -7,9 +7,10 @@ import re
 import pytest
 from rich.console import Console
 
+from distembed.optim.table_storage import TableStorage
 from distembed.planning.networks import NetworkEstimate
 from distembed.planning.other_placements import Alternative
-from distembed.planning.storage import SentBytes, StepTime, TableStorage
+from distembed.planning.storage import SentBytes, StepTime
 from distembed.reports.plan.assessment import Assessment
 from distembed.reports.plan.remedies import Remedies
 from distembed.reports.plan.report import CapacityReport

@@ -17,7 +17,7 @@ from distembed.base.ranks import Ranks
 from distembed.data.single_ids import carry_single_ids, mark_single_ids
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.optim.config import DenseOptimizerConfig, SparseOptimizerConfig
-from distembed.optim.optimizers import Optimizers, fuse_sparse_optimizer, needs_dense_kernel, table_parameters
+from distembed.optim.optimizers import Optimizers, fuse_sparse_optimizer, table_parameters
 from distembed.partitions import PARTITIONS
 from distembed.planning import PlanConfig, Workload, make_plan
 from distembed.planning.config import TablePlanConfig
@@ -165,7 +165,7 @@ def shard(
     plan = make_plan(model, sharders, ranks, Workload(8 * ranks.world_size), config=PlanConfig(tables=own))
     placed: Any = plan.plan["embeddings"]
     for parameter in placed.values():
-        if kernel is not None or needs_dense_kernel(sparse):
+        if kernel is not None or not sparse.is_fused:
             parameter.compute_kernel = kernel or "dense"
     env = ShardingEnv.from_process_group(dist.group.WORLD)
     sharded = DistributedModelParallel(model, env=env, device=ranks.device, plan=plan, sharders=sharders)

@@ -24,7 +24,6 @@ from distembed.optim.optimizers import (
     Optimizers,
     fuse_sparse_optimizer,
     learning_rate_factor,
-    needs_dense_kernel,
     table_parameters,
 )
 from distembed.optim.replicated import ReplicatedOptimizer
@@ -137,7 +136,7 @@ def test_what_only_cuda_has_is_refused_by_name_elsewhere() -> None:
             with pytest.raises(UserError, match=f"is '{name}', which FBGEMM has on CUDA only.*use one of .*amsgrad"):
                 fuse_sparse_optimizer([weight], config, torch.device("cpu"))
         fuse_sparse_optimizer([weight], config, torch.device("cuda"))
-        assert needs_dense_kernel(config) == (name == "amsgrad")
+        assert config.is_fused != (name == "amsgrad")
         assert hasattr(weight, "_optimizer_classes") == (name != "amsgrad")
 
 

@@ -15,10 +15,11 @@ import numpy.typing as npt
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
 
 from distembed.embedding.config import CompositionalEmbeddingConfig
+from distembed.optim.table_storage import TableStorage
 from distembed.planning import PlanRequest
 from distembed.planning.buffers import Step
 from distembed.planning.costs import Layout, PlacementCosts, ShardCost
-from distembed.planning.storage import PlannedRank, TableStorage, storage_by_rank
+from distembed.planning.storage import PlannedRank, storage_by_rank
 from distembed.planning.table_problem import unit_sharding
 from distembed.sharding.placement import IN_HOST_MEMORY, Placement, can_be_placed, place_table
 from distembed.sharding.table_slice import is_pooled, width

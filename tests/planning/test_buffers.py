@@ -38,7 +38,7 @@ from distembed.models import DCNConfig, DLRMConfig, ModelInputs, SoftOneHotConfi
 from distembed.optim.config import DenseOptimizerConfig, SparseOptimizerConfig
 from distembed.optim.declared import TableOptimizers
 from distembed.optim.kinds import OPTIMIZERS
-from distembed.optim.optimizers import Optimizers, fuse_sparse_optimizer, needs_dense_kernel
+from distembed.optim.optimizers import Optimizers, fuse_sparse_optimizer
 from distembed.planning.buffers import Step, StepBuffers
 from distembed.planning.networks import NetworkEstimate, estimate_network
 from distembed.planning.request import Workload
@@ -167,7 +167,7 @@ def sharded(case: Case, world_size: int) -> tuple[DistributedModelParallel, Opti
     topology = Topology(world_size=world_size, local_world_size=local_world_size, compute_device="cpu", ddr_cap=2**40)
     planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
     plan = planner.collective_plan(task, sharders, dist.group.WORLD)  # type: ignore[arg-type]
-    if needs_dense_kernel(sparse):
+    if not sparse.is_fused:
         for placed in plan.plan["model.embeddings"].values():  # type: ignore[attr-defined]
             placed.compute_kernel = "dense"
     env = ShardingEnv.from_process_group(dist.group.WORLD)

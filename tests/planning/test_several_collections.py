@@ -28,13 +28,14 @@ from distembed.embedding import (
 )
 from distembed.optim.declared import TableOptimizers
 from distembed.optim.kinds import OPTIMIZERS
+from distembed.optim.table_storage import TableStorage
 from distembed.partitions import QuotientRemainder
 from distembed.planning import PlanConfig, PlanRequest, Workload, plan_as_json
 from distembed.planning.config import TablePlanConfig
 from distembed.planning.devices import Cluster, find_device
 from distembed.planning.networks import NetworkEstimate
 from distembed.planning.search import EstimatedPlan, cluster_here, find_plan
-from distembed.planning.storage import PlannedRank, TableStorage
+from distembed.planning.storage import PlannedRank
 from distembed.sharding import (
     CompositionalEmbeddingBagCollectionSharder,
     CompositionalEmbeddingCollectionSharder,

@@ -15,10 +15,11 @@ from torchrec.distributed.types import ParameterSharding, ShardMetadata
 from distembed.embedding import CompositionalEmbeddingBagConfig
 from distembed.embedding.config import DataType
 from distembed.optim.declared import TableOptimizers
+from distembed.optim.table_storage import TableStorage, replicated_storage, total_storage
 from distembed.partitions import QuotientRemainder
 from distembed.planning.costs import Layout, divided_table
 from distembed.planning.devices import Cluster, find_device
-from distembed.planning.storage import TableStorage, replicated_storage, slice_storage, storage_by_rank, total_storage
+from distembed.planning.storage import slice_storage, storage_by_rank
 from distembed.planning.table_problem import unit_sharding
 from distembed.sharding.bag_collection import ShardedCompositionalEmbeddingBagCollection
 from distembed.sharding.placement import place_table

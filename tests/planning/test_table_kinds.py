@@ -23,13 +23,13 @@ from distembed.embedding import (
 )
 from distembed.embedding.settings import LookupKernel, QuantizedCommsConfig, VectorExchange
 from distembed.optim.declared import TableOptimizers
+from distembed.optim.table_storage import whole_table_storage
 from distembed.partitions import Clustered, MultiHash, Partition, QuotientRemainder, Remainder
 from distembed.planning import PlanConfig, Workload, make_plan
 from distembed.planning.config import TablePlanConfig
 from distembed.planning.devices import Cluster, find_device
 from distembed.planning.layouts import Layouts
 from distembed.planning.search import find_plan
-from distembed.planning.storage import whole_table_storage
 from distembed.sharding import default_sharders
 from distembed.sharding.placement import WITHIN_NODES, can_be_placed, place_table
 from distembed.sharding.sharder import exchange_of

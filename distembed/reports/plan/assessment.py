@@ -14,12 +14,13 @@ from distembed.base.units import enumerate_names
 from distembed.embedding.collections import embedding_modules, table_configs
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.optim.kinds import OPTIMIZERS
+from distembed.optim.table_storage import TableSize, TableStorage, whole_table_storage
 from distembed.planning import PlanRequest, Workload
 from distembed.planning.devices import Cluster
 from distembed.planning.other_placements import Alternative
 from distembed.planning.saved_plan import PlanInputs
 from distembed.planning.search import EstimatedPlan, find_plan, some_plan_fits
-from distembed.planning.storage import PlannedRank, TableStorage, whole_table_storage
+from distembed.planning.storage import PlannedRank
 from distembed.reports.plan.plannable import ConfiguredModel, ModelOnCluster, Plannable
 from distembed.sharding.placement import Placement
 from distembed.sharding.table_slice import width
@@ -37,6 +38,7 @@ class AssessedTable:
     num_rows: tuple[int, ...]  # of each partition
     ids_per_row: float  # mean number of ids that a row of the batch looks up
     one_copy: TableStorage  # storage if one rank held the table whole
+    size: TableSize = TableSize()  # bytes to serve and to train it, and of the full table
     storage: TableStorage = TableStorage()  # on all ranks together
     sharding_type: str | None = None
     compute_kernel: str | None = None
@@ -77,6 +79,11 @@ class Assessment:
     def one_copy(self) -> TableStorage:
         """Storage of all tables, each of them once."""
         return sum((table.one_copy for table in self.tables), TableStorage())
+
+    @property
+    def size(self) -> TableSize:
+        """Bytes to serve and to train all tables, and of full tables."""
+        return sum((table.size for table in self.tables), TableSize())
 
     @property
     def allocator_bytes(self) -> int:
@@ -161,6 +168,7 @@ def _table(request: PlanRequest, table: CompositionalEmbeddingConfig) -> Assesse
         num_rows=tuple(table.scheme.num_rows),
         ids_per_row=sum(request.workload.ids_per_row.get(name, 1.0) for name in table.feature_names),
         one_copy=whole_table_storage(table, request.table_optimizers),
+        size=TableSize.of(table, request.table_optimizers),
     )
 
 

@@ -33,13 +33,12 @@ from distembed.data.table.vocabulary import FIRST_ID
 from distembed.embedding import EmbeddingConfig, TableConfig, build_tables, table_features
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.optim.declared import TableOptimizers
+from distembed.optim.table_storage import replicated_storage, whole_table_storage
 from distembed.planning.devices import Cluster
-from distembed.planning.storage import replicated_storage, whole_table_storage
 from distembed.reports.plan.assessment import is_fitting
 from distembed.reports.plan.plannable import ConfiguredModel
 from distembed.reports.plan.remedies import least_enough
 from distembed.tasks import build_task
-from distembed.training.build import table_optimizers
 from distembed.training.config import Config
 
 
@@ -205,7 +204,7 @@ def compress_config(config: Config, cluster: Cluster) -> Config:
     schema = config.data.load_schema()
     own_tables, dense_tables = config.embedding.tables, build_task(config.task, schema).dense_tables
     features = [each for each in table_features(schema.categorical, config.embedding) if each.name not in own_tables]
-    id_counts, optimizers = load_id_counts(config, features), table_optimizers(config.train)
+    id_counts, optimizers = load_id_counts(config, features), config.train.table_optimizers
     tables = [
         CompressibleTable(
             feature,

@@ -21,11 +21,11 @@ from distembed.base.units import enumerate_names
 from distembed.embedding.collections import embedding_modules, table_configs
 from distembed.optim.declared import TableOptimizers, declared_optimizers, largest_optimizer
 from distembed.optim.kinds import OPTIMIZERS, sparse_names, stateless_name
+from distembed.optim.table_storage import TableStorage, whole_table_storage
 from distembed.planning import PlanConfig, PlanRequest, Workload
 from distembed.planning.devices import Cluster
 from distembed.planning.networks import ExampleBatch, OnDevice, estimate_own_networks
 from distembed.planning.saved_plan import PlanInputs, table_plan_inputs
-from distembed.planning.storage import TableStorage, whole_table_storage
 from distembed.reports.plan.own_options import NamedFunction, OwnStep
 from distembed.reports.plan.plannable import ModelOnCluster, Plannable
 from distembed.sharding import default_sharders

@@ -8,14 +8,14 @@ from typing import Any, Self
 import torch
 
 from distembed.embedding import build_tables
+from distembed.optim.table_storage import TableStorage, whole_table_storage
 from distembed.planning import PlanConfig, PlanRequest
 from distembed.planning.devices import Cluster
 from distembed.planning.networks import require_networks_fit
 from distembed.planning.saved_plan import PlanInputs
-from distembed.planning.storage import TableStorage, whole_table_storage
 from distembed.sse.config import build_sse
 from distembed.tasks import batch_schema
-from distembed.training.build import Blueprint, table_optimizers, use_bf16
+from distembed.training.build import Blueprint, use_bf16
 from distembed.training.config import Config
 from distembed.training.describe import tied_outputs
 
@@ -107,14 +107,14 @@ class ConfiguredModel(Plannable):
         require_networks_fit(config.model, blueprint.model_inputs, num_copies=1)
         model = blueprint.build_plannable()
         workload = blueprint.workload().on_machines_like_this(cluster.ranks_per_node)
-        optimizers = table_optimizers(config.train)
+        optimizers = config.train.table_optimizers
         request = PlanRequest(model, blueprint.sharders, cluster, workload, config.plan, optimizers)
         is_step_known = workload.network is not None and workload.network.is_step_known
         notes = [*(output.text for output in tied_outputs(model)), *(() if is_step_known else (_UNKNOWN_STEP,))]
         return ModelOnCluster(request, blueprint.plan_inputs(model), tuple(notes))
 
     def table_bytes(self) -> int:
-        optimizers = table_optimizers(self.config.train)
+        optimizers = self.config.train.table_optimizers
         schema = batch_schema(self.config.task, self.config.data.load_schema())
         tables = build_tables(schema.categorical, self.config.embedding)
         return sum((whole_table_storage(table, optimizers) for table in tables), TableStorage()).total

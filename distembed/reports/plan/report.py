@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from distembed.base.units import format_duration
+from distembed.optim.table_storage import TableStorage
 from distembed.planning.devices import Cluster
 from distembed.planning.request import pipeline_depth
 from distembed.planning.saved_plan import saved_plan_as_json
-from distembed.planning.storage import PlannedRank, TableStorage
+from distembed.planning.storage import PlannedRank
 from distembed.reports.plan.assessment import AssessedTable, Assessment, assess
 from distembed.reports.plan.plannable import Plannable
 from distembed.reports.plan.remedies import Remedies, Smallest, find_remedies, find_smallest
@@ -154,6 +155,7 @@ def assessment_as_json(assessment: Assessment) -> dict[str, Any]:
         "pipeline_depth": pipeline_depth(cluster.device.kind, cluster.world_size),
         "reserve": assessment.reserve,
         "needed_by_tables": _storage_values(assessment.one_copy),
+        "kept_by_tables": assessment.size.as_json(),
         "host_capacity": cluster.host_bytes_per_rank,
         "beside_tables": assessment.bytes_beside_tables,
         "left_for_tables": assessment.bytes_left_for_tables,
@@ -197,6 +199,7 @@ def _table_values(table: AssessedTable) -> dict[str, Any]:
         "num_embeddings": table.num_embeddings,
         "rows": list(table.num_rows),
         "ids_per_row": table.ids_per_row,
+        **table.size.as_json(),
         "bytes_of_one_copy": table.one_copy.total,
         "bytes_on_all_ranks": table.storage.total,
         "host_bytes": table.storage.host,

@@ -314,10 +314,11 @@ def cluster_text(cluster: Cluster) -> str:
 
 
 def step_lines(assessment: Assessment, memory: RankQuantity, time: RankQuantity) -> list[str]:
-    """Returns lines on the fullest rank, the slowest rank, the rows of a step, and the lower bound of its time."""
+    """Returns lines on the tables' bytes, the fullest and the slowest rank, and a step's rows and least time."""
     fullest, rows_per_second = memory.sorted_groups[0], assessment.rows_per_second
     depth = pipeline_depth(assessment.cluster.device.kind, assessment.cluster.world_size)
     return [
+        f"tables, one copy: {assessment.size.text}",
         f"fullest: {_ranks(fullest)}, {format_bytes(fullest[0].total_bytes)} of "
         f"{format_bytes(fullest[0].capacity_bytes)}; fullest moment of its step: {fullest[0].moment}",
         _slowest_line(time),

@@ -37,9 +37,11 @@ class RunInfo:
         versions: Package -> version that the run used.
         schemes: Partition scheme -> number of tables that have it.
         parameters: Number of parameters of the whole model.
-        embedding_bytes: Bytes of the weights of all embedding tables.
+        embedding_bytes: Bytes of the weights and stored rows of ids of all embedding tables.
+        embedding_training_bytes: The same with the optimizer's states.
         embedding_rows: Rows of all embedding tables.
-        full_embedding_bytes: Bytes of the weights that the tables would have if none were compressed.
+        full_embedding_bytes: Bytes of the vectors of full fp32 tables of the same ids.
+        full_embedding_training_bytes: The same with the states of the same optimizer.
         full_embedding_rows: Rows of these tables.
         metrics: The reported metrics of the run's evaluations, the task's headline metric first.
         id_fingerprint: Checksum of the meaning of the dataset's ids.
@@ -57,8 +59,10 @@ class RunInfo:
     schemes: Mapping[str, int]
     parameters: float
     embedding_bytes: float
+    embedding_training_bytes: float
     embedding_rows: float
     full_embedding_bytes: float
+    full_embedding_training_bytes: float
     full_embedding_rows: float
     metrics: Sequence[ReportedMetric]
     id_fingerprint: str | None = None

@@ -1,0 +1,114 @@
+"""Bytes to serve and to train tables: described, planned, and allocated by a run, to the byte."""
+
+from collections.abc import Iterable
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from torch import Tensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+
+from distembed.base.ranks import Ranks
+from distembed.planning.devices import Cluster, find_device
+from distembed.reports.plan.assessment import assess_capacity
+from distembed.reports.plan.report import assessment_as_json
+from distembed.training.build import Blueprint, TrainingState, build_training_state
+from distembed.training.config import load_config
+from distembed.training.describe import describe
+from distembed.training.pipeline import prepared_batch, training_reader
+from tests.layouts import replicated_leaves
+from tests.ranks import run_cases
+from tests.small_runs import SIZES, config_values, write_dataset
+
+CPU = torch.device("cpu")
+
+
+def write_config(folder: Path) -> Path:
+    """Writes a dataset, and a config with stored rows, importance weights, functions and several partitions."""
+    shelves = np.random.default_rng(0).permutation(SIZES["C3"])
+    columns = {"shelf": shelves // 32, "place": shelves % 32}
+    pq.write_table(pa.table(columns), folder / "assignments.parquet")
+    stored = {"partition": "explicit", "assignments": str(folder / "assignments.parquet"), "columns": list(columns)}
+    tables = {
+        "C2": {"partition": "multi_hash", "composition": "weighted_sum"},
+        "C3": {**stored, "composition": "concat"},
+        "M": {"composition": "path_mlp", "hidden": [8], "force": True},
+    }
+    values = config_values(write_dataset(folder / "dataset"))
+    values["embedding"]["tables"] = tables
+    (folder / "config.yaml").write_text(yaml.safe_dump(values))
+    return folder / "config.yaml"
+
+
+def memory_behind(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the memory behind tensors, of which several may be views of one block."""
+    blocks = {own.untyped_storage().data_ptr(): own.untyped_storage().nbytes() for own in tensors}
+    return sum(blocks.values())
+
+
+def local_tensors(value: object) -> list[Tensor]:
+    if isinstance(value, ShardedTensor):
+        return [shard.tensor for shard in value.local_shards()]
+    return [value] if isinstance(value, Tensor) else []
+
+
+def allocated(state: TrainingState) -> tuple[int, int]:
+    """Bytes of the weights and stored rows of this rank's tables, and of their optimizers' states."""
+    weights = [value for name, value in state.model.state_dict().items() if "__p" in name]
+    live = [own for leaf in replicated_leaves(state.optimizers.combined) for own in leaf.live.values()]
+    states = [own for name, own in state.optimizers.combined.state_dict()["state"].items() if "__p" in name]
+    tensors = [tensor for own in (*live, *states) for value in own.values() for tensor in local_tensors(value)]
+    tbes: list[Any] = [own for own in state.model.modules() if isinstance(own, SplitTableBatchedEmbeddingBagsCodegen)]
+    for tbe in tbes:
+        tensors += [getattr(tbe, "momentum1_host", torch.empty(0))]
+        weights += [tbe.weights_host]
+    return memory_behind(tensor for value in weights for tensor in local_tensors(value)), memory_behind(tensors)
+
+
+def check(rank: int, world_size: int, path: Path, overrides: list[str]) -> None:
+    config, ranks = load_config(path, overrides), Ranks(rank, world_size, world_size, CPU)
+    described = describe(config)
+    planned = assess_capacity(config, Cluster(find_device("cpu-256gb"), 1, world_size))
+    assert {table.name: table.size for table in planned.tables} == {
+        table.config.name: table.size for table in described.tables
+    }
+    values = assessment_as_json(planned)["kept_by_tables"]
+    assert values["training_bytes"] == described.as_json()["embedding_training_bytes"]
+
+    reader = training_reader(config, ranks, prefetch_batches=0)
+    state = build_training_state(Blueprint.for_ranks(config, reader.schema, ranks, {}), ranks, num_steps=1)
+    batches = (prepared_batch(state.task, batch, None, CPU) for batch in islice(iter(reader), 1))
+    assert len(list(state.pipeline.outputs(batches))) == 1  # torch makes its states in the first step
+    found = torch.tensor(allocated(state))
+    dist.all_reduce(found)
+    stored = sum(table.config.scheme.assignment_bytes for table in described.tables)
+    packed = [rows.words.nbytes for table in described.tables for rows in getattr(table.config.scheme, "_packed", ())]
+    assert stored == sum(packed)
+    weights, states = found.tolist()
+    size = described.size
+    assert (weights + sum(packed), states) == (size.serving, size.training - size.serving)
+
+
+CASES: list[list[str]] = [
+    ["train.sparse_optimizer.name=adagrad"],
+    ["train.sparse_optimizer.name=row_wise_adagrad", "train.dense_optimizer.name=adam"],
+    ["train.sparse_optimizer.name=amsgrad", "train.dense_optimizer.name=adam"],
+    ["train.sparse_optimizer.name=row_wise_adagrad", "embedding.default.data_type=fp16"],
+    ["train.sparse_optimizer.name=sgd"],
+]
+WHOLE = ["plan.sharding_types=[table_wise]", "embedding.tables.M={}"]  # functions would be on both ranks
+
+
+@pytest.mark.thorough
+@pytest.mark.distributed
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_described_and_planned_bytes_are_the_bytes_that_a_run_allocates(world_size: int, tmp_path: Path) -> None:
+    path = write_config(tmp_path)
+    run_cases(world_size, check, [(path, case + (WHOLE if world_size > 1 else [])) for case in CASES])
