@@ -37,7 +37,9 @@ def make_run(
         "embedding_parameters": parameters - 500_000,
         "embedding_bytes": 4 * (parameters - 500_000),
         "embedding_rows": 1_000,
-        "full_embedding_bytes": 16 * (parameters - 500_000),
+        "full_embedding_bytes": 12 * (parameters - 500_000),
+        "embedding_training_bytes": 8 * (parameters - 500_000),
+        "full_embedding_training_bytes": 32 * (parameters - 500_000),
         "full_embedding_rows": 8_000,
         "batch_size": 128,
         "status": "finished" if finished else "running",
@@ -99,7 +101,17 @@ def test_numbers_are_those_of_the_run_folder(tmp_path: Path) -> None:
     page, (summary,) = report(tmp_path, make_run(tmp_path / "run"))
     assert (summary.metric("auc"), summary.metric("logloss"), summary.info.parameters) == (0.7701, 0.4622, 8_441_404)
     assert summary.samples_per_second == 10_015.5, "the median of 10001 ... 10030"
-    for text in ("8,441,404", "31.8 (25.0%)", "1,000 (12.5%)", "4.0x", "0.7701", "0.4622", "0.8100", "0.991"):
+    for text in (
+        "8,441,404",
+        "31.8 (33.3%)",
+        "63.5 (25.0%)",
+        "1,000 (12.5%)",
+        "4.0x",
+        "0.7701",
+        "0.4622",
+        "0.8100",
+        "0.991",
+    ):
         assert text in page.text
     assert "20 quotient_remainder, 6 full" in page.text and "4 min" in page.text
 
@@ -251,10 +263,11 @@ def test_captions_name_the_splits_that_were_evaluated(tmp_path: Path) -> None:
 def test_runs_of_early_versions_have_no_known_compression(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     info = json.loads((run / "run.json").read_text())
-    del info["full_embedding_bytes"], info["full_embedding_rows"], info["embedding_rows"]
+    for name in ("full_embedding_bytes", "full_embedding_training_bytes", "full_embedding_rows", "embedding_rows"):
+        del info[name]
     (run / "run.json").write_text(json.dumps(info))
     page, (summary,) = report(tmp_path, run)
-    assert "25.0%" not in page.text
+    assert "25.0%" not in page.text and "33.3%" not in page.text
     (column,) = (each for each in report_columns([summary]) if each.heading == "compression")
     assert column.text(summary) == "–"
 
