@@ -194,7 +194,8 @@ def contenders(optimizer: str = ROW_WISE) -> dict[str, Contender]:
     product = COMPOSITIONS["product"]()
     by_name["quotient-remainder, path_mlp 16"] = make(quotient_remainder, PathMLP(hidden=[16]))
     by_name["quotient-remainder, product, FBGEMM's lookups"] = make(quotient_remainder, product, kernel="fbgemm")
-    by_name["mixed radix of 3, product"] = make(MixedRadix(NUM_IDS, num_partitions=3), product)
+    for composition in (product, COMPOSITIONS["tensor_train"]()):
+        by_name[f"mixed radix of 3, {composition.name}"] = make(MixedRadix(NUM_IDS, num_partitions=3), composition)
     by_name["Chinese remainder of 2, product"] = make(ChineseRemainder(NUM_IDS), product)
     for label, kernel in (("two hashes, product", "auto"), ("two hashes, product, FBGEMM's lookups", "fbgemm")):
         by_name[label] = make(MultiHash(NUM_IDS, collisions=2 * COLLISIONS), product, kernel=kernel)

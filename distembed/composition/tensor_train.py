@@ -114,7 +114,7 @@ class TensorTrain(Composition):
         first, *further = vectors
         if not further:
             return first
-        # bmm and no sum over broadcast products, which takes longer on a CPU (tools/RESULTS.md)
+        # sums over broadcast products take longer than bmm on a CPU (tools/RESULTS.md)
         ranks = self.ranks(len(vectors))
         columns = first.shape[-1] // ranks[1]
         composed = first.reshape(-1, columns, ranks[1])
