@@ -90,6 +90,22 @@ def test_two_ranks_find_the_clusters_and_losses_of_one(wholes: dict[int, Path]) 
 
 @pytest.mark.distributed
 @pytest.mark.thorough
+@pytest.mark.parametrize("sharding_type", ["table_wise", "column_wise", "row_wise", "data_parallel"])
+def test_tables_are_clustered_alike_however_they_are_sharded(
+    config: Path, wholes: dict[int, Path], tmp_path: Path, sharding_type: str
+) -> None:
+    plan = (f"plan.sharding_types=[{sharding_type}]", "plan.min_partition=4")
+    distembed("train", config, *OVERRIDES, *plan, "--run-dir", tmp_path / "run", ranks=2)
+    one, two = saved(wholes[1]), saved(tmp_path / "run")
+    for name, value in one.items():
+        if name.endswith("__assignment"):
+            assert torch.equal(value, two[name])
+        elif "C2__p" in name:  # weights, and states of Adagrad
+            torch.testing.assert_close(two[name], value, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.distributed
+@pytest.mark.thorough
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("step", [5, 10, 15])
 def test_a_resumed_run_ends_with_the_weights_of_the_one_that_was_not_stopped(
