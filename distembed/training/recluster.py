@@ -91,8 +91,8 @@ def _of_part(live: Mapping[str, TensorShards], suffix: str) -> dict[str, TensorS
 
 def _whole(own: Mapping[str, TensorShards], collectives: Collectives) -> dict[str, Tensor]:
     """Returns tensors of all ranks' shards, on the CPU; all ranks call it."""
-    sent = [
-        (name, shards.size, shards.dtype, [(shard.offsets, shard.tensor.cpu()) for shard in shards.shards])
+    sent = [  # clones: a view would be sent with all tables of its storage
+        (name, shards.size, shards.dtype, [(shard.offsets, shard.tensor.cpu().clone()) for shard in shards.shards])
         for name, shards in own.items()
         if collectives.rank == 0 or not shards.replicated
     ]
