@@ -78,6 +78,7 @@ class Cell:
         n = NUM_EMBEDDINGS[name]
         given: dict[str, Any] = {"assignments": [np.arange(n) % 20, np.arange(n) // 20]}
         partition = PARTITIONS[self.scheme](num_embeddings=n, **(given if self.scheme == "explicit" else {}))
+        partition.load_state(partition.state)  # rows are stored from now on, as after a checkpoint
         return {
             "name": name,
             "num_embeddings": n,
