@@ -11,9 +11,9 @@ from distembed.data.dataset.manifest import create_manifest
 from distembed.data.dataset.schema import CategoricalFeature, Schema
 
 BEFORE = {"full": 30, "small": 20, "qr": 103, "cat": 57, "parts": 64, "mlp": 90, "radix": 60, "crt": 70, "hash": 90}
-BEFORE |= {"same": 61, "given": 6, "bag": 50, "tiny": 5, "multi": 80}
+BEFORE |= {"same": 61, "given": 6, "bag": 50, "tiny": 5, "multi": 80, "cut": 70}
 NOW = {"full": 41, "small": 80, "qr": 177, "cat": 58, "parts": 99, "mlp": 140, "radix": 131, "crt": 99, "hash": 125}
-NOW |= {"same": 61, "given": 9, "bag": 77, "tiny": 6, "multi": 190}
+NOW |= {"same": 61, "given": 9, "bag": 77, "tiny": 6, "multi": 190, "cut": 140}
 ROWS = {"train": 203, "validation": 31, "test": 33}
 TABLES: dict[str, dict[str, Any]] = {
     "full": {"partition": "naive"},
@@ -25,6 +25,7 @@ TABLES: dict[str, dict[str, Any]] = {
     "crt": {"partition": "chinese_remainder", "moduli": [11, 9]},
     "hash": {"partition": "remainder"},
     "multi": {"partition": "multi_hash", "num_partitions": 3, "composition": "weighted_sum"},
+    "cut": {"partition": "truncated", "bounds": [90, 10], "composition": "concat"},
     "bag": {"partition": "mixed_radix", "composition": "path_linear", "pooling": "max"},
 }
 """Settings that differ from product over quotient-remainder, which ``qr``, ``same`` and ``tiny`` have.

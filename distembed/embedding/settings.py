@@ -28,6 +28,7 @@ from distembed.partitions import PARTITIONS
 from distembed.partitions.explicit import ExplicitSettings
 from distembed.partitions.multi_hash import MultiHashSettings
 from distembed.partitions.settings import SchemeSettings, setting_names
+from distembed.partitions.truncated import TruncatedSettings
 
 IdPolicy = Literal["error", "clip_to_oov", "modulo"]
 ID_POLICIES: tuple[IdPolicy, ...] = ("error", "clip_to_oov", "modulo")
@@ -74,6 +75,7 @@ class TableConfig(
     TensorTrainSettings,
     ConcatSettings,
     _CompositionName,
+    TruncatedSettings,
     ExplicitSettings,
     MultiHashSettings,
     _PartitionName,

@@ -34,7 +34,8 @@ LEARNING_RATE = 9  # float64, as is the next
 EPS = 10
 PARTITION_FIELDS = 11
 
-# a part, one partition of one feature's table: row = (id // divisor) % modulus - first row, of the id or of its hash
+# a part, one partition of one feature's table: row = min((id // divisor) % modulus, last row) - first row,
+# of the id or of its hash
 DIVISOR = 0
 DIVISOR_RECIPROCAL = 1  # ids below 2 ** 32 are multiplied by it in place of a division; 0 to divide
 MODULUS = 2  # 0 for none
@@ -47,7 +48,8 @@ GRADIENT_START = 8
 LAST_HASH = 9  # the largest hash that is not drawn again; 0 where ids are not hashed
 KEY_BEFORE = 10  # the keys of the hash
 KEY_AFTER = 11
-PART_FIELDS = 12
+LAST_ROW = 12  # the row in place of larger ones, on all ranks; 2 ** 63 - 1 for none
+PART_FIELDS = 13
 
 # a feature in this step
 FIRST_BAG = 0  # place of its first bag in the offsets

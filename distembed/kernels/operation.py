@@ -419,6 +419,7 @@ def _part_fields(feature_parts: Sequence[Sequence[TablePart]], storages: Sequenc
                 # hashes in the last, incomplete run of the modulus are drawn again, as by partitions.KeyedHash
                 block[layout.LAST_HASH] = 2**63 - 1 - 2**63 % modulus
                 block[layout.KEY_BEFORE], block[layout.KEY_AFTER] = part.digit.keys
+            block[layout.LAST_ROW] = 2**63 - 1 if part.digit.last_row is None else part.digit.last_row
             block[layout.FIRST_ROW], block[layout.NUM_ROWS] = part.first_row, part.num_rows
             block[layout.WEIGHT_START] = storage.itemsize * part.weight_start
             block[layout.STATE_START] = layout.FLOAT_BYTES * part.state_start
@@ -430,7 +431,8 @@ def _row(raw_id: int, digit: Digit) -> int:
     if digit.keys is not None:
         before, after, modulus, value = (torch.tensor([n]) for n in (*digit.keys, digit.modulus, raw_id))
         return int(rows_by_keys(value, before, after, modulus))
-    return raw_id % 2**64 // digit.divisor % (digit.modulus or 2**64)
+    row = raw_id % 2**64 // digit.divisor % (digit.modulus or 2**64)
+    return row if digit.last_row is None else min(row, digit.last_row)
 
 
 def _reciprocal(divisor: int) -> int:

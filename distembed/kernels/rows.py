@@ -86,9 +86,9 @@ def _hashed(raw_id: Any, table_part: Any) -> Any:
 
 @inline
 def row_of(raw_id: Any, table_part: Any) -> Any:
-    """Returns ``(id // divisor) % modulus - first row``: an id's place among a part's rows on this rank, or outside.
+    """Returns an id's place among a part's rows on this rank, or outside: its row less the first row.
 
-    Where the part has a hash, its hash takes the id's place.
+    The row is ``min((id // divisor) % modulus, last row)``. Where the part has a hash, its hash takes the id's place.
     """
     row, modulus = raw_id, field(table_part, layout.MODULUS)
     if field(table_part, layout.LAST_HASH) != 0:
@@ -97,7 +97,7 @@ def row_of(raw_id: Any, table_part: Any) -> Any:
         row = _divide(row, field(table_part, layout.DIVISOR), field(table_part, layout.DIVISOR_RECIPROCAL))
     if modulus != 0:
         row -= _divide(row, modulus, field(table_part, layout.MODULUS_RECIPROCAL)) * modulus
-    return row - field(table_part, layout.FIRST_ROW)
+    return min(row, field(table_part, layout.LAST_ROW)) - field(table_part, layout.FIRST_ROW)
 
 
 @inline

@@ -16,6 +16,7 @@ chinese_remainder    x mod m_j, coprime m_j           O(k n^(1/k))              
 explicit             a_j[x]                           as given                  if they are
 multi_hash           h_j(x), k independent hashes     k m, m = ceil(n/c)        not proved
 clustered            a_j[x], then h_j(x), half each   k m, m = ceil(n/c)        not proved
+truncated            min(x, b_j)                      sum of b_j + 1            only if a b_j >= n-1
 ==================== ================================ ========================= =============
 
 ``M_j = m_1 * ... * m_{j-1}``. Each scheme maps ids to rows, and rows back to the id where it is complementary, for any
@@ -25,8 +26,8 @@ pairs are expected to collide, ``n (n-1) / (2 m^k)``.
 
 When a vocabulary grows at its end, known ids keep their rows (``Partition.grown``): ``naive`` appends rows and
 ``quotient_remainder`` quotient rows; ``mixed_radix`` raises its last modulus; ``remainder`` and ``multi_hash`` keep
-their rows, which more ids share; ``chinese_remainder`` keeps its moduli while their product reaches n; ``explicit``
-takes longer assignments that begin with the old ones, and ``clustered`` does not grow.
+their rows, which more ids share; ``truncated`` keeps its bounds; ``chinese_remainder`` keeps its moduli while their
+product reaches n; ``explicit`` takes longer assignments that begin with the old ones, and ``clustered`` does not grow.
 
 For ids that arrive as strings or as unbounded integers, :func:`hash_strings` and :class:`KeyedHash` come first.
 
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from distembed.partitions.naive import Naive
     from distembed.partitions.quotient_remainder import QuotientRemainder
     from distembed.partitions.remainder import Remainder
+    from distembed.partitions.truncated import Truncated
 
 PARTITIONS: "NameTable[type[Partition]]" = NameTable(
     {
@@ -60,6 +62,7 @@ PARTITIONS: "NameTable[type[Partition]]" = NameTable(
         "explicit": "distembed.partitions.explicit:Explicit",
         "multi_hash": "distembed.partitions.multi_hash:MultiHash",
         "clustered": "distembed.partitions.clustered:Clustered",
+        "truncated": "distembed.partitions.truncated:Truncated",
     }
 )
 """The scheme of each name. Each class is built as ``cls(num_embeddings=n, **settings)``."""
@@ -77,6 +80,7 @@ __all__ = [
     "QuotientRemainder",
     "Remainder",
     "SchemeSettings",
+    "Truncated",
     "hash_strings",
 ]
 __getattr__ = imports_on_demand(__name__)

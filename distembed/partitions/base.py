@@ -30,11 +30,12 @@ def require_positive(field: str, value: object, remedy: str) -> int:
 
 
 class Digit(NamedTuple):
-    r"""The rule ``(x \ divisor) mod modulus``, of an id x or of its hash."""
+    r"""The rule ``min((x \ divisor) mod modulus, last_row)``, of an id x or of its hash."""
 
     divisor: int
     modulus: int | None
     keys: tuple[int, int] | None = None  # of the :class:`KeyedHash` that is applied to the id first
+    last_row: int | None = None  # the row in place of larger ones
 
 
 class Partition(ABC):

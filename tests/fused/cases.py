@@ -56,14 +56,17 @@ class Table:
         self.windows = []
         for digit, row in zip(self.digits, self.rows(self.centre), strict=True):
             most = digit.modulus or self.max_id // digit.divisor + 1
+            most = most if digit.last_row is None else min(most, digit.last_row + 1)
             first = 0 if most <= MOST_ROWS else max(0, row - REACH)
             self.windows.append((first, min(most - first, 2 * REACH) if most > MOST_ROWS else most))
 
     def rows(self, own_id: int) -> list[int]:
-        return [
+        rows = [
             hashed_row(own_id, m, keys) if keys and m else own_id // d if m is None else own_id // d % m
-            for d, m, keys in self.digits
+            for d, m, keys, _ in self.digits
         ]
+        lasts = [digit.last_row for digit in self.digits]
+        return [row if last is None else min(row, last) for row, last in zip(rows, lasts, strict=True)]
 
     def has(self, own_id: int) -> bool:
         own = zip(self.windows, self.rows(own_id), strict=True)

@@ -39,8 +39,9 @@ def cases(draw: st.DrawFn) -> Case:
     k = draw(st.integers(1, min(3, dim // 4) if kind == "columns" else 3))
     divisors, moduli = st.sampled_from(BORDERS + PRIMES), st.sampled_from((None, 5, 10, 1000) + BORDERS + PRIMES)
     key = st.integers(-(2**63), 2**63 - 1)
-    hashed = st.builds(Digit, st.just(1), st.sampled_from((1, 2, 97, 1000)), st.tuples(key, key))
-    digits = st.builds(Digit, divisors, moduli, st.none()) | hashed
+    hashed = st.builds(Digit, st.just(1), st.sampled_from((1, 2, 97, 1000)), st.tuples(key, key), st.none())
+    truncated = st.builds(Digit, divisors, st.just(None), st.none(), st.sampled_from((0, 1, 97, 1000)) | divisors)
+    digits = st.builds(Digit, divisors, moduli, st.none(), st.none()) | hashed | truncated
     tables = draw(
         st.lists(
             st.builds(
@@ -122,6 +123,15 @@ def test_rows_of_ids_at_the_borders_are_those_of_python(number: int) -> None:
             batch.ids = [[[own_id]]]
             expected = side.weights[0][0][rows[0]] * side.weights[1][0][rows[1]]
             torch.testing.assert_close(fused.outputs(batch)[0], expected.float())
+
+
+TRUNCATED = Table([Digit(1, None, last_row=400), Digit(1, None, last_row=30)], 31, 2, max_id=900)
+
+
+@pytest.mark.parametrize("batch", ["ragged", "sequence"])
+@pytest.mark.parametrize("kind", ["product", "sum", "columns"])
+def test_rows_that_ids_from_the_last_row_on_share(kind: str, batch: str) -> None:
+    check(Case([TRUNCATED], columns_of(kind, 16, 2), kind == "product", ["adagrad"] * 2, [False] * 2, batch))
 
 
 HASHED = Table([Digit(1, 97, (-5, 7)), Digit(1, 4096, (2**62, -(2**63)))], 30, 2)

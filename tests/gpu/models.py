@@ -25,7 +25,7 @@ from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 from tests.sharding.test_sharded_equals_unsharded import check_weights, sharding_types_of
 
 DIM = 16
-SIZES = dict(zip(PARTITIONS, (60, 300, 1000, 900, 500, 400, 700, 800), strict=True))
+SIZES = dict(zip(PARTITIONS, (60, 300, 1000, 900, 500, 400, 700, 800, 600), strict=True))
 """Ids of each table: one table a scheme, named by it."""
 SGD = SparseOptimizerConfig(name="sgd", learning_rate=0.5)
 DENSE = DenseOptimizerConfig(name="sgd", learning_rate=0.3)

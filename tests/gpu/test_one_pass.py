@@ -23,7 +23,7 @@ def in_one_pass(composition: str) -> list[CompositionalEmbeddingBagConfig]:
     """The tables, of which those that can be are looked up in one pass."""
     return [
         own
-        if any(digit is None or digit.keys for digit in own.scheme.digits() or [None])
+        if any(digit is None or digit.keys or digit.last_row for digit in own.scheme.digits() or [None])
         or own.combine.columns(own.embedding_dim, len(own.scheme.num_rows)) is None
         else replace(own, kernel="fused")
         for own in tables(composition)

@@ -32,8 +32,9 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "explicit": [{}],
     "multi_hash": [{}, {"collisions": 4}, {"num_buckets": 7}, {"num_partitions": 3}, {"moduli": [7, 2**60, 9]}],
     "clustered": [{}, {"collisions": 4}, {"num_buckets": 7}, {"num_partitions": 3}, {"moduli": [7, 2**31, 9, 5]}],
+    "truncated": [{}, {"bounds": [2, 1]}, {"bounds": [2**62]}, {"bounds": [1000, 2**63 - 1, 7]}],
 }
-UNPROVED = ("remainder", "multi_hash", "clustered")
+UNPROVED = ("remainder", "multi_hash", "clustered", "truncated")
 """Schemes that are not complementary in general."""
 STORED = ("explicit", "clustered")
 STORED_SIZE = 10**5
@@ -75,7 +76,11 @@ def test_rows_are_digits_in_their_tables_and_the_inverse_finds_every_id(name: st
     if name == "multi_hash":  # in tests/partitions/test_multi_hash.py
         assert (digits is None) == (max(partition.num_rows) > 2**31)
     elif digits is not None:
-        assert rows.tolist() == [[x // d if m is None else x // d % m for x in drawn] for d, m, _ in digits]
+        by_digits = [
+            [min(x // d if m is None else x // d % m, n if last is None else last) for x in drawn]
+            for d, m, _, last in digits
+        ]
+        assert rows.tolist() == by_digits
     assert (digits is None) == (name in STORED) or name == "multi_hash"  # stored rows are no digits
     if name == "remainder":
         assert partition.is_complementary() == (partition.num_rows[0] >= n)
@@ -207,6 +212,11 @@ def test_distinct_ids_keep_distinct_embeddings_under_concatenation() -> None:
         (QuotientRemainder(100, collisions=4), r"p_1(x) = x mod 25, p_2(x) = x \ 25"),
         (MixedRadix(990, moduli=[11, 10, 9]), r"p_1(x) = x mod 11, p_2(x) = (x \ 11) mod 10, p_3(x) = (x \ 110) mod 9"),
         (ChineseRemainder(100, moduli=[10, 11]), "p_1(x) = x mod 10, p_2(x) = x mod 11"),
+        (
+            PARTITIONS["truncated"](100, bounds=[50, 3]),
+            "p_1(x) = min(x, 50), p_2(x) = min(x, 3), ids from 50 on share all rows (not complementary)",
+        ),
+        (PARTITIONS["truncated"](100, bounds=[7, 99]), "p_1(x) = min(x, 7), p_2(x) = min(x, 99)"),
         (Explicit(2, [[0, 1], [0, 2]]), "p_1(x) = a_1[x] of 2 rows, p_2(x) = a_2[x] of 3 rows"),
         (
             Explicit(3, [[0, 1, 1]], allow_collisions=True),
@@ -231,7 +241,8 @@ def test_many_tables_at_once_give_the_same_rows(name: str) -> None:
 @pytest.mark.parametrize("name", PARTITIONS)
 @pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
 def test_rows_keep_the_shape_of_the_ids(name: str, shape: tuple[int, ...]) -> None:
-    partition = build(name, 100, {"num_buckets": 10**6} if name in UNPROVED else {})
+    large = {"bounds": [10**6]} if name == "truncated" else {"num_buckets": 10**6}
+    partition = build(name, 100, large if name in UNPROVED else {})
     rows = partition.rows(torch.zeros(shape, dtype=torch.long))
     assert rows.shape == (len(partition.num_rows), *shape)
     assert partition.inverse(rows).shape == shape

@@ -275,6 +275,7 @@ OTHER_CASES = [
     Case(("table_wise", "data_parallel"), "tensor_train", True),
     Case(("row_wise",), "tensor_train"),
     Case(("table_wise",), is_multi_hot=True, partition="multi_hash"),
+    Case(("table_wise", "row_wise"), "concat", True, partition="truncated"),
     Case(("table_wise",), sparse="amsgrad", dense="adam", bf16=True),
     Case(("data_parallel",), sparse="amsgrad", dense="sgd"),
     Case(("table_wise",), model="dlrm, soft one-hot"),

@@ -24,7 +24,7 @@ from distembed.embedding import (
 from distembed.embedding.settings import LookupKernel, QuantizedCommsConfig, VectorExchange
 from distembed.optim.declared import TableOptimizers
 from distembed.optim.table_storage import whole_table_storage
-from distembed.partitions import Clustered, MultiHash, Partition, QuotientRemainder, Remainder
+from distembed.partitions import Clustered, MultiHash, Partition, QuotientRemainder, Remainder, Truncated
 from distembed.planning import PlanConfig, Workload, make_plan
 from distembed.planning.config import TablePlanConfig
 from distembed.planning.devices import Cluster, find_device
@@ -77,6 +77,14 @@ def test_what_training_would_refuse_is_not_planned(settings: dict[str, Any], rea
     assert kernels("adagrad", device, **settings)
     with pytest.raises(UserError, match=f"'clicks' has kernel='fused'.*because {reason}; give it kernel='auto'"):
         kernels("adagrad", device, **settings, kernel="fused")
+
+
+def test_truncated_rows_are_looked_up_in_one_pass_on_a_cpu_alone() -> None:
+    settings = {"partition": Truncated(NUM_IDS), "composition": "concat"}
+    assert kernels("adagrad", "cpu-256gb", **settings, kernel="fused")
+    with pytest.raises(UserError, match="rows of truncated have a largest one, which the kernels for GPUs do not"):
+        kernels("adagrad", **settings, kernel="fused")
+    assert kernels("adagrad", **settings)
 
 
 def test_hashes_of_ids_are_looked_up_in_one_pass_on_a_cpu_alone() -> None:

@@ -15,7 +15,15 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from distembed.base.errors import UserError
 from distembed.composition import Concat, PathMLP
 from distembed.embedding import CompositionalEmbeddingCollection, CompositionalEmbeddingConfig
-from distembed.partitions import ChineseRemainder, Clustered, MixedRadix, MultiHash, QuotientRemainder, Remainder
+from distembed.partitions import (
+    ChineseRemainder,
+    Clustered,
+    MixedRadix,
+    MultiHash,
+    QuotientRemainder,
+    Remainder,
+    Truncated,
+)
 from distembed.sharding import CompositionalEmbeddingCollectionSharder
 from tests.layouts import scatter_columns
 from tests.placing import plan_as
@@ -23,7 +31,7 @@ from tests.ranks import run_cases, run_on_ranks
 from tests.sharding.test_sharded_equals_unsharded import check_weights
 
 SIZES = {"a": 1000, "b": 77, "c": 500, "d": 500, "e": 30, "f": 300, "g": 600, "h": 900, "i": 1, "j": 800, "k": 700}
-SIZES |= {"l": 600, "m": 600}
+SIZES |= {"l": 600, "m": 600, "p": 900}
 SIZES |= {"n": 20, "o": 480}
 DIM = 16
 CASES = list(itertools.product(["table_wise", "row_wise", "data_parallel"], ["sgd", "adagrad"]))
@@ -46,6 +54,7 @@ def tables() -> list[CompositionalEmbeddingConfig]:
         make("k", 700, DIM, ["k"], MultiHash(700, num_buckets=80), "sum"),
         make("l", 600, DIM, ["l"], MixedRadix(600, num_partitions=3), "tensor_train"),
         make("m", 600, DIM, ["m"], Clustered(600, num_buckets=40, num_partitions=5), "concat_sum"),
+        make("p", 900, DIM, ["p"], Truncated(900, bounds=[300, 40]), Concat([8, 8])),
         make("no", 500, DIM, ["n", "o"], QuotientRemainder(500, collisions=4), first_ids={"o": 0, "n": 480}),
     ]
 

@@ -29,6 +29,7 @@ from distembed.partitions import (
     MultiHash,
     QuotientRemainder,
     Remainder,
+    Truncated,
 )
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder, default_sharders
 from distembed.sharding.placement import BY_ROWS
@@ -38,7 +39,7 @@ from tests.ranks import run_cases, run_on_ranks
 SIZES = {"a": 1000, "b": 77, "c": 5000, "d": 5000, "e": 30, "f": 300, "g": 400}
 SIZES |= {"h": 600, "i": 600, "j": 900, "k": 500, "l": 500, "m": 200, "n": 64, "o": 1, "p": 3}
 SIZES |= {"q": 700, "r": 700, "s": 800, "t": 900, "u": 600, "v": 700, "w": 600}
-SIZES |= {"x": 400, "y": 300, "z": 300}
+SIZES |= {"aa": 900, "ab": 900, "x": 400, "y": 300, "z": 300}
 DIM = 8
 
 
@@ -67,6 +68,8 @@ def tables() -> list[CompositionalEmbeddingBagConfig]:
         make("u", 600, DIM, ["u"], QuotientRemainder(600, collisions=5), TensorTrain(2, [4, 2]), pooling="mean"),
         make("v", 700, DIM, ["v"], MixedRadix(700, num_partitions=3), TensorTrain([2, 4])),
         make("w", 600, DIM, ["w"], Clustered(600, num_buckets=40, num_partitions=4), "concat_sum"),
+        make("aa", 900, 16, ["aa"], Truncated(900, bounds=[300, 40]), Concat([4, 12])),
+        make("ab", 900, DIM, ["ab"], Truncated(900, bounds=[30, 200]), "sum", pooling="mean"),
         # unified: z has the vocabulary of y
         make(
             "xyz",

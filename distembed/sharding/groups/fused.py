@@ -208,6 +208,8 @@ def reason_not_fused(table_slice: TableSlice, device_kind: str, optimizer: str |
         return f"rows of {table.scheme.name} are not digits of ids"
     if device_kind != "cpu" and any(digit.keys is not None for digit in digits):
         return f"rows of {table.scheme.name} are hashes of ids, which the kernels for GPUs do not compute"
+    if device_kind != "cpu" and any(digit.last_row is not None for digit in digits):
+        return f"rows of {table.scheme.name} have a largest one, which the kernels for GPUs do not compute"
     if type(table.combine) not in _COMPOSED:
         return f"the kernels have no formula of {table.combine.name}"
     if table.function_tables() or columns_of_partitions(table_slice) is None:
