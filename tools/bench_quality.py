@@ -6,10 +6,11 @@
     OMP_NUM_THREADS=1 python tools/bench_quality.py train.tsv.gz --seeds 5 --jobs 2 --only "(4|60)$"
     OMP_NUM_THREADS=1 python tools/bench_quality.py train.tsv.gz --seeds 3 --jobs 2 --only "^[^,]*, (full|product, 4)$"
     OMP_NUM_THREADS=1 python tools/bench_quality.py train.tsv.gz --seeds 3 --jobs 2 --only "two hashes"
+    OMP_NUM_THREADS=1 python tools/bench_quality.py train.tsv.gz --seeds 3 --jobs 2 --only "mixed dimensions"
     OMP_NUM_THREADS=1 python tools/bench_quality.py train.tsv.gz --seeds 3 --jobs 2 --only "^DLRM, (full|codes.*)$"
     python tools/bench_quality.py train.tsv.gz --search 6 --only "^[^,]*, full$"
 
-The second command trains every click model with full and with quotient-remainder tables. The fifth one compresses
+The second command trains every click model with full and with quotient-remainder tables. The sixth one compresses
 trained full tables to codes. ``--search`` looks for settings by the validation split instead: trials of Optuna's TPE.
 
 Rows are split 0.8/0.1/0.1 in time order and trained on for one epoch with ``configs/criteo_sample.yaml``, or with the
@@ -22,11 +23,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pyarrow.parquet as pq
 from bench_commands import CONFIGS, bench_parser, deviation, mean_and_deviation, run_distembed, write_output
 from rich.console import Console
 from rich.table import Table
@@ -89,13 +92,38 @@ def multi_hash(composition: str, collisions: int) -> list[str]:
     return [f"embedding.default.{key}={value}" for key, value in settings.items()]
 
 
+_MIXED = {4: ((8, 8), (5, 50)), 16: ((4, 12), (12, 500)), 60: ((4, 12), (60, 1000))}
+"""Dims of two partitions, and the counts in training from which ids have rows of their own in them, by how many times
+smaller the full tables become."""
+
+
+def mixed_dims(times: int) -> list[str]:
+    """Returns the settings of truncated tables, less their bounds."""
+    settings = {"partition": "truncated", "composition": "concat", "dims": list(_MIXED[times][0]), "threshold": 0}
+    return [f"embedding.default.{key}={value}" for key, value in settings.items()]
+
+
+def bounds_by_counts(dataset: Path, least_counts: Sequence[int]) -> list[str]:
+    """Returns the setting of each table's bounds: missing, unknown, and the ids that occur so often in training."""
+    settings = []
+    for file in sorted((dataset / "vocabulary").glob("*.parquet")):
+        counts = pq.read_table(file, columns=["count"])["count"].to_numpy()
+        bounds = [2 + int((counts >= least).sum()) for least in least_counts]
+        settings.append(f"embedding.tables.{file.stem}={{bounds: {bounds}}}")
+    return settings
+
+
 class Variant(NamedTuple):
-    """A config with settings, whether missing integers are 0 (``zero``) or null (``keep``), and a budget of codes."""
+    """A config with settings, whether missing integers are 0 (``zero``) or null (``keep``), and a budget of codes.
+
+    ``least_counts`` are the counts from which ids have rows of their own in truncated tables.
+    """
 
     config: Path
     settings: list[str]
     missing: str = "zero"
     budget: str | None = None
+    least_counts: Sequence[int] = ()
 
 
 VARIANTS: dict[str, Variant] = (
@@ -118,6 +146,10 @@ VARIANTS: dict[str, Variant] = (
         for composition in _TIMES_COLLISIONS
     }
     | {
+        f"DLRM, mixed dimensions, {times}": Variant(_BASE, mixed_dims(times), least_counts=least_counts)
+        for times, (_, least_counts) in _MIXED.items()
+    }
+    | {
         f"DLRM, soft one-hot {place}{suffix}": Variant(CONFIGS / "criteo_sample" / f"{stem}.yaml", [], missing)
         for place, (stem, _) in _SOFT_ONE_HOT.items()
         for suffix, missing in _MISSING.items()
@@ -132,9 +164,11 @@ VARIANTS: dict[str, Variant] = (
 
 def train(variant: str, datasets: Path, runs: Path, seed: int) -> dict[str, Any]:
     """Trains with one seed, compresses the run to codes if it has a budget, and returns its record and evaluation."""
-    config, settings, missing, budget = VARIANTS[variant]
+    config, settings, missing, budget, least_counts = VARIANTS[variant]
     run = runs / str(seed)
     run_settings = [f"data.path={datasets / missing}", f"train.seed={seed}", *settings]
+    if least_counts:
+        run_settings += bounds_by_counts(datasets / missing, least_counts)
     run_distembed("train", config, *run_settings, "--run-dir", run)
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     last = [line for line in lines if line["kind"] == "train"][-1]
@@ -148,7 +182,7 @@ def train(variant: str, datasets: Path, runs: Path, seed: int) -> dict[str, Any]
 
 def search(variant: str, datasets: Path, folder: Path, trials: int) -> None:
     """Looks for settings of a variant by the validation split, and prints the command's table of runs."""
-    config, settings, missing, _ = VARIANTS[variant]
+    config, settings, missing, *_ = VARIANTS[variant]
     space = [values for values in _SEARCH if "dropout" not in values or not variant.startswith(("DLRM", "DCN,"))]
     fixed = [setting for setting in settings if setting.startswith("model=")]
     data = [f"data.path={datasets / missing}", "data.test=null"]
