@@ -9,8 +9,8 @@ With weight ``w_x`` of id ``x`` and row ``r_j(x)`` of it in partition j, the fit
 
 Where one partition alone gives an id's number (concatenation, or a single partition), the answer is the weighted mean
 of the ids that share a row. Products and sums are solved for one partition at a time while the rest is fixed, which has
-a closed form for each row, until a sweep over all partitions gains nothing. Sums end at the minimum, products at a
-minimum that depends on the initial weights.
+a closed form for each row, until a sweep over all partitions gains nothing; so are the cores of tensor trains
+(:mod:`.core_fit`). Sums end at the minimum, products and tensor trains at one that depends on the initial weights.
 
 Ids are taken in chunks. Besides the full vectors, memory holds the factors in float64, and a numerator and a
 denominator for each number of one partition: about three times the full table at two partitions and 4 collisions
@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,9 +30,11 @@ from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
 from distembed.base.errors import UserError
+from distembed.composition import TensorTrain
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.embedding.occurrences import id_weights
 from distembed.partitions import Partition
+from distembed.serving.convert.core_fit import balanced_cores, solve_core
 
 _IDS_PER_CHUNK = 1 << 16
 _MOST_SWEEPS = 50
@@ -103,7 +106,7 @@ def fit_table(
     """
     require_fit(table)
     _require_full(table, vectors)
-    full = _WeightedVectors(table.scheme, vectors, id_weights(table, counts))
+    full = WeightedVectors(table.scheme, vectors, id_weights(table, counts))
     initial = [part.init(torch.empty(part.num_rows, part.dim)) for part in table.partition_tables()]
     fit = _FITS[table.combine.name] if len(initial) > 1 else _fit_single
     weights = [weight.to(table.dtype) for weight in fit(table, full, initial)]
@@ -125,7 +128,7 @@ def require_fit(table: CompositionalEmbeddingConfig) -> None:
         )
 
 
-def _fit_single(table: CompositionalEmbeddingConfig, full: _WeightedVectors, initial: list[Tensor]) -> list[Tensor]:
+def _fit_single(table: CompositionalEmbeddingConfig, full: WeightedVectors, initial: list[Tensor]) -> list[Tensor]:
     """Returns the only partition: each row is the weighted mean of its ids' vectors, or its one id's exact vector."""
     if table.scheme.is_complementary():
         rows = table.scheme.rows(torch.arange(len(full.vectors)))[0]
@@ -133,17 +136,26 @@ def _fit_single(table: CompositionalEmbeddingConfig, full: _WeightedVectors, ini
     return [_weighted_means(full, 0, range(table.embedding_dim), initial[0])]
 
 
-def _fit_concat(table: CompositionalEmbeddingConfig, full: _WeightedVectors, initial: list[Tensor]) -> list[Tensor]:
+def _fit_concat(table: CompositionalEmbeddingConfig, full: WeightedVectors, initial: list[Tensor]) -> list[Tensor]:
     """Returns the rows of partitions that each give some columns: a row is the weighted mean of its ids' columns."""
     columns = table.combine.columns(table.embedding_dim, len(initial))
     assert columns is not None
     return [_weighted_means(full, j, partition_columns, initial[j]) for j, partition_columns in enumerate(columns)]
 
 
-_FITS: dict[str, Callable[[CompositionalEmbeddingConfig, _WeightedVectors, list[Tensor]], list[Tensor]]] = {
-    "product": lambda _, full, initial: _alternate(full, initial, is_product=True),
-    "sum": lambda _, full, initial: _alternate(full, initial, is_product=False),
+def _fit_tensor_train(
+    table: CompositionalEmbeddingConfig, full: WeightedVectors, initial: list[Tensor]
+) -> list[Tensor]:
+    """Returns the cores of a tensor train, each fitted in turn while the others are fixed."""
+    assert isinstance(table.combine, TensorTrain)
+    return balanced_cores(table.combine, _alternate(initial, partial(solve_core, full, table.combine)))
+
+
+_FITS: dict[str, Callable[[CompositionalEmbeddingConfig, WeightedVectors, list[Tensor]], list[Tensor]]] = {
+    "product": lambda _, full, initial: _balanced(_alternate(initial, partial(_solve, full, is_product=True))),
+    "sum": lambda _, full, initial: _alternate(initial, partial(_solve, full, is_product=False)),
     "concat": _fit_concat,
+    "tensor_train": _fit_tensor_train,
 }
 """The fit of several partitions, by the name of the composition."""
 
@@ -161,7 +173,7 @@ def _require_full(table: CompositionalEmbeddingConfig, vectors: Tensor) -> None:
         raise UserError(f"table {table.name!r}: the full table holds numbers that are not finite; it cannot be fitted.")
 
 
-def _error(table: CompositionalEmbeddingConfig, full: _WeightedVectors, weights: Sequence[Tensor]) -> FitError:
+def _error(table: CompositionalEmbeddingConfig, full: WeightedVectors, weights: Sequence[Tensor]) -> FitError:
     """Returns the distance of the composed vectors from the full ones, reading the ids once."""
     # variance = sum(w |v|^2) - |sum(w v)|^2 / sum(w), so that the mean need not be known beforehand
     residual, squares, total = 0.0, 0.0, 0.0
@@ -218,25 +230,24 @@ def carried_sums(
 
     Row r of partition j has ``sum over ids x of row r: sums[x] * f(x)^2``, where f is the derivative of x's vector by
     the row: 1 for sums and concatenations, the product of the other factors for products. A batch with several ids of
-    a row squares the sum of their gradients; the cross terms are left out.
+    a row squares the sum of their gradients; the cross terms are left out, and so are those of a core between others.
     """
-    factors = [weight.double() for weight in weights]
-    is_product = table.combine.name == "product"
-    columns = table.combine.columns(table.embedding_dim, len(factors))
-    assert columns is not None
-    row_sums = [torch.zeros_like(factor) for factor in factors]
-    for chunk in _WeightedVectors(table.scheme, sums, torch.ones(1).expand(len(sums))).chunks():
-        for j, partition_columns in enumerate(columns):
-            squares = chunk.vectors[:, partition_columns.start : partition_columns.stop]
-            if is_product:
-                for other in range(len(factors)):
-                    squares = squares if other == j else squares * factors[other][chunk.rows[other]].square()
-            row_sums[j].index_add_(0, chunk.rows[j], squares)
+    row_sums = [torch.zeros(weight.shape, dtype=torch.float64) for weight in weights]
+    for chunk in WeightedVectors(table.scheme, sums, torch.ones(1).expand(len(sums))).chunks():
+        # a vector is linear in each partition: the derivative of the composed squares is the square of its derivative
+        with torch.enable_grad():
+            squares = [
+                weight[rows].double().square().requires_grad_()
+                for weight, rows in zip(weights, chunk.rows, strict=True)
+            ]
+            gradients = torch.autograd.grad(table.combine.compose(squares), squares, chunk.vectors)
+        for j, gradient in enumerate(gradients):
+            row_sums[j].index_add_(0, chunk.rows[j], gradient)
     return [values.float() for values in row_sums]
 
 
 @dataclass(frozen=True)
-class _WeightedVectors:
+class WeightedVectors:
     """The full vectors that the partitions of a table are fitted to, with a positive weight of each id."""
 
     scheme: Partition
@@ -264,7 +275,7 @@ class _Chunk:
 
 
 def _weighted_means(
-    full: _WeightedVectors, partition: int, columns: range, initial: Float[Tensor, "rows dim_j"]
+    full: WeightedVectors, partition: int, columns: range, initial: Float[Tensor, "rows dim_j"]
 ) -> Float[Tensor, "rows dim_j"]:
     """Returns each row as the weighted mean of its ids' vectors in ``columns``; rows without ids stay initial."""
     sums = torch.zeros(initial.shape, dtype=torch.float64)
@@ -277,9 +288,10 @@ def _weighted_means(
 
 
 def _alternate(
-    full: _WeightedVectors, initial: Sequence[Float[Tensor, "rows_j dim"]], is_product: bool
-) -> list[Float[Tensor, "rows_j dim"]]:
-    """Returns the partitions whose product, or sum, is nearest to the full vectors: one is solved at a time.
+    initial: Sequence[Float[Tensor, "rows_j dim_j"]],
+    solve: Callable[[list[Float[Tensor, "rows_j dim_j"]], int], tuple[Tensor, float]],
+) -> list[Float[Tensor, "rows_j dim_j"]]:
+    """Returns the partitions nearest to the full vectors: ``solve`` gives the best one for fixed others, and the error.
 
     Rows without ids keep their initial numbers. Ends when a sweep lessens the error by at most a thousandth.
     """
@@ -287,15 +299,15 @@ def _alternate(
     before = float("inf")
     for _ in range(_MOST_SWEEPS):
         for j in range(len(partitions)):
-            partitions[j], error = _solve(full, partitions, j, is_product)
+            partitions[j], error = solve(partitions, j)
         if before - error <= _LEAST_GAIN * error:
             break
         before = error
-    return _balanced(partitions) if is_product else partitions
+    return partitions
 
 
 def _solve(
-    full: _WeightedVectors, partitions: Sequence[Float[Tensor, "rows_j dim"]], j: int, is_product: bool
+    full: WeightedVectors, partitions: Sequence[Float[Tensor, "rows_j dim"]], j: int, *, is_product: bool
 ) -> tuple[Float[Tensor, "rows dim"], float]:
     """Returns the best partition j for fixed other partitions, and the weighted squared error with it."""
     # an id's number is slope * a, with a in its row, and should be the remainder r. Over the row's ids, the minimum is
