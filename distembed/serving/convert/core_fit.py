@@ -1,6 +1,6 @@
 """The least squares fit of one core of a tensor train, while its other cores are fixed.
 
-With the product L_x of an id's slices left of core j and the product R_x of those right of it, an id's vector is
+With the product L_x of an id's slices left of core j and the product R_x of the slices right of it, an id's vector is
 ``L_x G R_x`` for the slice G in its row. Each column c of G has its own least squares over the ids of a row::
 
     sum_x w_x (L_x^T L_x) kron (R_x R_x^T)  @  vec(G[:, c, :])  =  sum_x w_x vec(L_x^T V_x[:, c, :] R_x^T)
