@@ -1,4 +1,4 @@
-"""Tensor trains: TT-Rec's equation 3 number by number, sizes of cores, and what settings are refused."""
+"""Tensor trains: TT-Rec's equation number by number, sizes of cores, and refused settings."""
 
 import math
 
