@@ -1,5 +1,6 @@
 """Weights of ids: how often each occurs in the training rows, and how much the model depends on a table."""
 
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -18,6 +19,7 @@ from distembed.partitions import Explicit
 from distembed.serving.convert.code_weights import IdWeights
 from distembed.serving.convert.run_source import RunAsStock
 from tests.criteo_runs import write_lines
+from tests.serving.test_recommender_rows import session_datasets
 
 
 def table_of(feature: str, num_ids: int) -> CompositionalEmbeddingConfig:
@@ -41,6 +43,25 @@ def test_all_ids_occur_as_often_as_in_the_training_rows(tmp_path: Path) -> None:
     schema = replace(manifest.schema, categorical=(*manifest.schema.categorical, added))
     counts = id_occurrences(str(tmp_path / "dataset"), manifest, schema, [table_of("added", sizes["C3"])])["t_added"]
     assert (counts.numpy()[1:] == expected["C3"][1:]).all()
+
+
+@pytest.mark.parametrize("kind", ["ratings", "sequences"])
+def test_counts_of_interactions_are_of_the_training_split(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, kind: str
+) -> None:
+    dataset = session_datasets(tmp_path_factory)[kind]
+    manifest = Manifest.load(dataset)
+    sizes = {feature.name: feature.num_embeddings for feature in manifest.schema.categorical}
+    tables = [table_of(name, size) for name, size in sizes.items()]
+    rows = pq.read_table(dataset / "train", columns=["user", "item"]).to_pydict()
+    items = [item for own in rows["item"] for item in own] if kind == "sequences" else rows["item"]
+    found = id_occurrences(str(dataset), manifest, manifest.schema, tables)
+    assert (found["t_item"].numpy() == np.bincount(items, minlength=sizes["item"])).all()
+    # the part of a dataset that a run keeps has no rows, and the vocabulary's counts stand for them
+    shutil.copytree(dataset, tmp_path / "kept", ignore=shutil.ignore_patterns("train"))
+    kept = id_occurrences(str(tmp_path / "kept"), manifest.without_rows(), manifest.schema, tables)["t_item"]
+    vocabulary = pq.read_table(dataset / "vocabulary" / "item.parquet")["count"].to_numpy()
+    assert (kept[2:].numpy() == vocabulary).all() and kept.sum() > found["t_item"].sum()
 
 
 @dataclass
