@@ -53,6 +53,25 @@ def name_with_columns(state: str, start: int, stop: int) -> str:
     return f"{state}[{start}:{stop}]"
 
 
+def whole_states(saved_names: Iterable[str]) -> dict[str, dict[str, float]]:
+    """Returns the saved states whose sum, each times a share, is a state of all columns, by that state's name.
+
+    A state without columns, or of all of them, is itself; slices of a state average as in :func:`blend_columns`::
+
+        sum[0:8]  =  1/2 sum[0:4] + 1/2 sum[4:8]
+    """
+    ranges = {name: _columns_in_name(name) for name in saved_names}
+    whole: dict[str, dict[str, float]] = {}
+    for name, found in ranges.items():
+        if found is None:
+            whole[name] = {name: 1.0}
+            continue
+        state, start, stop = found
+        dim = max(own[2] for own in ranges.values() if own is not None and own[0] == state)
+        whole.setdefault(name_with_columns(state, 0, dim), {})[name] = (stop - start) / dim
+    return whole
+
+
 def _columns_in_name(name: str) -> tuple[str, int, int] | None:
     """Parses ``sum[0:16]`` into ("sum", 0, 16); None for a name without columns."""
     matched = re.fullmatch(r"(.+)\[(\d+):(\d+)\]", name)

@@ -25,7 +25,7 @@ from distembed.training.config import load_config
 from distembed.training.trained_run import find_trained_run
 from tests.criteo_runs import criteo_run
 from tests.serving.test_recommender_rows import session_datasets, session_run
-from tests.small_runs import call, train_small, write_dataset
+from tests.small_runs import call, distembed, train_small, write_dataset
 from tests.training.test_recommenders import write_config
 
 NAIVE = "embedding.default.partition=naive"
@@ -369,3 +369,48 @@ def test_kept_tables_keep_their_optimizer_states(run: Path, tmp_path: Path, opti
     for name in states:
         assert before[name].count_nonzero() and after[name].equal(before[name]), name
     assert set(coded.without_states) == set(coded.shapes)
+
+
+@pytest.mark.thorough
+@pytest.mark.distributed
+def test_a_run_of_ranks_with_cut_columns_is_coded_and_keeps_its_states(run: Path, tmp_path: Path) -> None:
+    optimizer, plan = "train.sparse_optimizer.name=row_wise_adagrad", "plan.sharding_types=[column_wise]"
+    settings = (NAIVE, "train.max_steps=2", optimizer, plan, "plan.min_partition=4")
+    distembed("train", run.parent / "config.yaml", *settings, "--run-dir", tmp_path / "run", ranks=2)
+    before = saved(tmp_path / "run")
+    slices = {name: [before[f"{name}[{start}:{start + 4}]"] for start in (0, 4)]
+              for name in {own.partition("[")[0] for own in before if "C1__p" in own and "sum[" in own}}  # fmt: skip
+    assert slices and all(not left.equal(right) for left, right in slices.values())
+    coded = compressed(tmp_path / "run", tmp_path / "codes", bits_per_id=4)
+    assert "C1" in coded.kept and "C3" in coded.shapes and "C1" not in coded.without_states
+    after = saved(tmp_path / "codes")
+    for name, (left, right) in slices.items():
+        assert torch.allclose(after[f"{name}[0:8]"], (left + right) / 2, rtol=1e-6)
+    assert metrics(tmp_path / "codes")["logloss"] == pytest.approx(metrics(tmp_path / "run")["logloss"], abs=0.1)
+
+
+@pytest.mark.thorough
+def test_explicit_averaged_and_hashed_tables_of_a_chosen_checkpoint_are_coded(run: Path, tmp_path: Path) -> None:
+    """A source of explicit tables, with averaged weights; its ids are hashed before they are looked up."""
+    rows = np.random.default_rng(0).integers(0, 300, (2, 400))
+    pq.write_table(pa.table({"a": rows[0], "b": rows[1]}), tmp_path / "rows.parquet")
+    explicit = f"{{partition: explicit, assignments: {tmp_path}/rows.parquet, columns: [a, b], allow_collisions: true}}"
+    settings = (f"embedding.tables.C2={explicit}", "embedding.tables.M.hash_seed=3", "train.ema={decay: 0.9}")
+    steps = ("train.max_steps=4", "train.checkpoint_every=2", "--run-dir", tmp_path / "run")
+    call("train", run.parent / "config.yaml", *settings, *steps)
+    for step in ("2", "4"):
+        trained = find_trained_run(tmp_path / "run", None, checkpoint=step)
+        compress_to_codes(trained, tmp_path / step, CodeOptions(bits_per_id=8))
+        made = json.loads((tmp_path / step / "run.json").read_text())["codes"]
+        assert made["checkpoint"] == f"step-0000000{step}" and "C2" in made["tables"]
+        expected = json.loads(call("evaluate", tmp_path / "run", "--checkpoint", step, "--json"))
+        assert metrics(tmp_path / step)["logloss"] == pytest.approx(expected["logloss"], abs=0.02)
+
+
+@pytest.mark.thorough
+def test_a_metric_where_lower_is_better_loses_no_more(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    run = session_run(tmp_path_factory, "rating")
+    metric = compressed(run, tmp_path / "codes", max_loss=0.01, scheme="one").metric
+    assert metric is not None and metric.name == "rmse" and metric.after - metric.before <= 0.01
+    found = json.loads(call("evaluate", tmp_path / "codes", "--split", "validation", "--json"))
+    assert found["rmse"] == pytest.approx(metric.after)

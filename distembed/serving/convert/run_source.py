@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from distembed.base.errors import UserError
+from distembed.checkpoints.optimizer_state import whole_states
 from distembed.embedding.collections import embedding_modules, weight_names_of_table
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.serving.convert.models import full_table_names
@@ -73,14 +74,20 @@ class RunAsStock(Mapping[str, Tensor]):
         """Returns the state of the partitions of a full weight's table."""
         return self._composed[name][0].scheme.state if name in self._composed else {}
 
-    def saved_states(self, weight: str) -> dict[str, Tensor]:
-        """Returns the optimizer states of a weight of the run's own model, by ``WEIGHT.STATE``."""
-        beginning = f"optimizer.{_MODEL}"
-        return {
-            key.removeprefix(beginning): self._saved[key]
-            for key in self._saved
-            if key.startswith(f"{beginning}{weight}.")
-        }
+    def saved_states(self, weight: str, only: str | None = None) -> dict[str, Tensor]:
+        """Returns the optimizer states of a weight of the run's own model, or one, by ``WEIGHT.STATE``.
+
+        Where a table's columns were cut into slices, states by row are those of the whole rows: the slices' averages.
+        """
+        beginning = f"optimizer.{_MODEL}{weight}."
+        names = (key.removeprefix(beginning) for key in self._saved if key.startswith(beginning))
+        states: dict[str, Tensor] = {}
+        for state, shares in whole_states(names).items():
+            if only in (None, state):
+                own = [self._saved[beginning + name] for name in shares]
+                average = torch.stack(own, -1) @ torch.tensor([*shares.values()]) if len(own) > 1 else own[0]
+                states[f"{weight}.{state}"] = average
+        return states
 
     def optimizer_state(self, name: str, state: str) -> Tensor | None:
         """Returns the optimizer state of a stock weight, in the order of ids for a table.
@@ -95,8 +102,8 @@ class RunAsStock(Mapping[str, Tensor]):
                 return None
             weight = weights[0]
             rows = table.scheme.rows(torch.arange(table.num_embeddings))[0]
-        key = f"optimizer.{weight.removeprefix(_MODEL)}.{state}"
-        if key not in self._saved:
+        weight = weight.removeprefix(_PREFIX)
+        saved_state = self.saved_states(weight, state).get(f"{weight}.{state}")
+        if saved_state is None:
             return None
-        saved_state = self._saved[key]
         return saved_state if rows is None else saved_state[rows]
