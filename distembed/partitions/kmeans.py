@@ -228,7 +228,7 @@ def _draw(weights: Float[Tensor, " points"], count: int, generator: torch.Genera
     """Returns places drawn in proportion to weights; ``torch.multinomial`` takes no more than 2^24 of them."""
     ends = weights.cpu().cumsum(0)
     drawn = torch.rand(count, dtype=torch.float64, generator=generator) * ends[-1]
-    places = torch.searchsorted(ends, drawn, right=True).clamp(max=int(weights.cpu().nonzero()[-1]))
+    places = torch.searchsorted(ends, drawn, right=True).clamp(max=int(torch.searchsorted(ends, ends[-1])))
     return places.to(weights.device)
 
 

@@ -186,9 +186,11 @@ def _centroids(
     rests = _Rests(points.vectors)
     for part, columns in enumerate(_part_columns(shape, points.dim)):
         clusters = k_means(rests.of(columns), points.weights, shape.num_centroids, seed + part, balance=balance)
-        found.append(clusters.centroids[clusters.codes.unique()])
+        used = clusters.codes.bincount(minlength=len(clusters.centroids)) > 0
+        found.append(clusters.centroids[used])
         if shape.scheme == "residual" and part + 1 < shape.num_parts:
             rests.subtract(clusters.centroids.float(), clusters.codes)
+        del clusters  # whose codes take as much as two columns of the points
     return found
 
 
