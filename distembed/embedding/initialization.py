@@ -66,6 +66,9 @@ class SeededInit:
     def _generator(self, block: int, device: torch.device) -> torch.Generator:
         """Returns a generator whose seed is a hash of seed, weight name and block, on the weight's device."""
         suffix = f"/{block}" if block else ""
-        digest = hashlib.sha256(f"{self.seed}/{self.name}{suffix}".encode()).digest()
-        # 63 bits: the seeds that torch's generators accept on every device
-        return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        return torch.Generator(device).manual_seed(name_key(f"{self.seed}/{self.name}{suffix}"))
+
+
+def name_key(name: str) -> int:
+    """Returns 63 bits that depend on a name alone: the seeds that torch's generators accept on every device."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1

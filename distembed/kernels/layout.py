@@ -32,7 +32,8 @@ GRADIENT_ADDRESS = 7  # where gradients are added up; 0 where rows are updated i
 OPTIMIZER = 8
 LEARNING_RATE = 9  # float64, as is the next
 EPS = 10
-PARTITION_FIELDS = 11
+ROUNDING_SEED = 11  # of this step's rounding of float16 rows at random; 0 to round to the nearest
+PARTITION_FIELDS = 12
 
 # a part, one partition of one feature's table: row = min((id // divisor) % modulus, last row) - first row,
 # of the id or of its hash
@@ -49,7 +50,9 @@ LAST_HASH = 9  # the largest hash that is not drawn again; 0 where ids are not h
 KEY_BEFORE = 10  # the keys of the hash
 KEY_AFTER = 11
 LAST_ROW = 12  # the row in place of larger ones, on all ranks; 2 ** 63 - 1 for none
-PART_FIELDS = 13
+FIRST_COLUMN = 13  # the first column on this rank
+ROUNDING_KEY = 14  # a number of the table's partition, by which it is rounded unlike others
+PART_FIELDS = 15
 
 # a feature in this step
 FIRST_BAG = 0  # place of its first bag in the offsets

@@ -332,6 +332,7 @@ class FusedLookup:
             placed.partitions[j, layout.OPTIMIZER] = OPTIMIZERS[storage.optimizer]
             placed.partitions[j, layout.STATE_ADDRESS] = 0 if storage.states is None else storage.states.data_ptr()
             float_fields[j, layout.LEARNING_RATE], float_fields[j, layout.EPS] = storage.learning_rate, storage.eps
+            placed.partitions[j, layout.ROUNDING_SEED] = 0 if storage.rounding_seed is None else storage.rounding_seed()
         return placed
 
     def _job(self, step: "_Step", batch: "_Batch", placed: "_Placed", vectors: Tensor) -> Any:
@@ -423,6 +424,7 @@ def _part_fields(feature_parts: Sequence[Sequence[TablePart]], storages: Sequenc
             block[layout.FIRST_ROW], block[layout.NUM_ROWS] = part.first_row, part.num_rows
             block[layout.WEIGHT_START] = storage.itemsize * part.weight_start
             block[layout.STATE_START] = layout.FLOAT_BYTES * part.state_start
+            block[layout.FIRST_COLUMN], block[layout.ROUNDING_KEY] = part.first_column, part.rounding_key
     return blocks
 
 

@@ -66,7 +66,7 @@ def _divide(number: Any, divisor: Any, reciprocal: Any) -> Any:
 
 
 @inline
-def _mixed(number: Any) -> Any:
+def mixed(number: Any) -> Any:
     """Returns SplitMix64's output function of an unsigned number (``partitions.hashing.mix64``)."""
     number = number + _GAMMA
     number = (number ^ (number >> _SHIFTS[0])) * _MULTIPLIERS[0]
@@ -78,9 +78,9 @@ def _mixed(number: Any) -> Any:
 def _hashed(raw_id: Any, table_part: Any) -> Any:
     """Returns the 63 bits of which ``KeyedHash`` takes the remainder, for a modulus of at most 2^31."""
     before = np.uint64(field(table_part, layout.KEY_BEFORE))
-    state = _mixed(_mixed(np.uint64(raw_id) ^ before) + np.uint64(field(table_part, layout.KEY_AFTER)))
+    state = mixed(mixed(np.uint64(raw_id) ^ before) + np.uint64(field(table_part, layout.KEY_AFTER)))
     if np.int64(state >> _ONE) > field(table_part, layout.LAST_HASH):
-        state = _mixed(state)
+        state = mixed(state)
     return np.int64(state >> _ONE)
 
 

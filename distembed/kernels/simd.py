@@ -105,17 +105,61 @@ def store_half(typing_context: Any, address: Any, vector: Any) -> Any:
 
 
 @_intrinsic
+def round_half_at_random(typing_context: Any, vector: Any, random: Any, column: Any) -> Any:
+    """Rounds to float16 numbers at random, up or down, so that the mean of the rounded numbers is the value.
+
+    The random bits are MurmurHash3's finalizer of the lane's column and the 64 bits ``random``. They are equal for
+    equal arguments, whatever the lanes of a vector.
+    """
+    # float32 has 13 more bits of mantissa than float16: a random number of 13 bits is added to the magnitude, and the
+    # lowest 13 bits are cut off. Below 2 ** -14 float16 has steps of 2 ** -24, as it has from 2 ** -14 to 2 ** -13:
+    # there 2 ** -14 is added before, and taken away after.
+    #   1.5 steps + [0, 1) steps = [1.5, 2.5) steps, cut off to 1 or 2 with equal odds
+    integers = ir.VectorType(_INT, vector.lanes)
+
+    def build(builder: Any, value: Any, random: Any, column: Any) -> Any:
+        def all_lanes(number: int) -> Any:
+            return ir.Constant(integers, [number] * vector.lanes)
+
+        def each(number: Any) -> Any:
+            return _in_all_lanes(builder, builder.trunc(number, _INT), integers)
+
+        def fold(number: Any, shift: int) -> Any:
+            return builder.xor(number, builder.lshr(number, all_lanes(shift)))
+
+        lane_columns = builder.add(each(column), ir.Constant(integers, list(range(vector.lanes))))
+        hashed = builder.xor(builder.mul(lane_columns, all_lanes(0x9E3779B1)), each(random))
+        hashed = builder.mul(fold(hashed, 16), all_lanes(0x85EBCA6B))
+        hashed = fold(builder.add(hashed, each(builder.lshr(random, _LONG(32)))), 13)
+        hashed = fold(builder.mul(hashed, all_lanes(0xC2B2AE35)), 16)
+        random_bits = builder.lshr(hashed, all_lanes(19))
+
+        bits = builder.bitcast(value, integers)
+        magnitude = builder.bitcast(builder.and_(bits, all_lanes(0x7FFFFFFF)), vector.llvm)
+        least_normal, zeros = (ir.Constant(vector.llvm, [number] * vector.lanes) for number in (2.0**-14, 0.0))
+        added = builder.select(builder.fcmp_ordered("<", magnitude, least_normal), least_normal, zeros)
+        raised = builder.bitcast(builder.fadd(magnitude, added), integers)
+        cut = builder.and_(builder.add(raised, random_bits), all_lanes(0xFFFFE000))
+        rounded = builder.bitcast(builder.fsub(builder.bitcast(cut, vector.llvm), added), integers)
+        signed = builder.bitcast(builder.or_(rounded, builder.and_(bits, all_lanes(0x80000000))), vector.llvm)
+        return builder.select(builder.fcmp_unordered("uno", value, value), value, signed)
+
+    return _typed(vector(vector, types.int64, types.int64), build)
+
+
+def _in_all_lanes(builder: Any, number: Any, kind: ir.VectorType) -> Any:
+    """Returns a vector of a kind whose lanes are all ``number``."""
+    undefined = ir.Constant(kind, ir.Undefined)
+    single_lane = builder.insert_element(undefined, number, _INT(0))
+    return builder.shuffle_vector(
+        single_lane, undefined, ir.Constant(ir.VectorType(_INT, kind.count), [0] * kind.count)
+    )
+
+
+@_intrinsic
 def splat(typing_context: Any, value: Any, like: Any) -> Any:
     """Returns a vector with as many lanes as ``like``, each of them ``value``."""
-
-    def build(builder: Any, number: Any, _: Any) -> Any:
-        undefined = ir.Constant(like.llvm, ir.Undefined)
-        single_lane = builder.insert_element(undefined, number, _INT(0))
-        return builder.shuffle_vector(
-            single_lane, undefined, ir.Constant(ir.VectorType(_INT, like.lanes), [0] * like.lanes)
-        )
-
-    return _typed(like(types.float32, like), build)
+    return _typed(like(types.float32, like), lambda builder, number, _: _in_all_lanes(builder, number, like.llvm))
 
 
 def _make_zeros(kind: Floats) -> Any:

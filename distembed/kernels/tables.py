@@ -30,6 +30,8 @@ class TablePart:
     num_rows: int  # number of rows that are here
     weight_start: int = 0  # place of the first row in FBGEMM's storage of the partition; 0 for replicated weights
     state_start: int = 0  # place of its first state in the storage of states
+    first_column: int = 0  # the first column that is here
+    rounding_key: int = 0  # number of the partition, by which it is rounded at random unlike others
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Storage:
     learning_rate: float = 0.0  # the learning rate of the forward pass
     eps: float = 0.0  # number that is added to denominators
     gradient_scale: int = 1  # factor of the gradients that are returned
-    # gives the seed by which CUDA rounds updated float16 rows at random; None, and a CPU, round to the nearest
+    # gives the seed of a step by which updated float16 rows are rounded at random; None to round to the nearest
     rounding_seed: Callable[[], int] | None = None
     is_frozen: bool = False  # whether the rows are never updated and have no gradients
 

@@ -31,6 +31,7 @@ from distembed.kernels.rows import (
     field,
     inline,
     is_outside,
+    mixed,
     part_block,
     partition_block,
     read,
@@ -45,6 +46,7 @@ from distembed.kernels.simd import (
     read_float,
     read_int,
     read_long,
+    round_half_at_random,
     splat,
     square_root,
     store,
@@ -260,8 +262,10 @@ def _add_gradients(job: Any, feature: Any, sums: Any, targets: Any, products: An
 
 
 @compiled
-def _update_row(partition: Any, weight: Any, state: Any, gradient: Any, zeros: Any) -> None:
-    """Updates the row v at an address, and its state s, by its gradient g."""
+def _update_row(
+    partition: Any, weight: Any, state: Any, gradient: Any, random: Any, first_column: Any, zeros: Any
+) -> None:
+    """Updates the row v at an address, and its state s, by its gradient g; rounds float16 by ``random`` unless 0."""
     # sgd                v -= rate * g
     # adagrad            s += g * g (each column),  v -= rate * g / (sqrt(s) + eps)
     # row-wise adagrad   s += mean(g * g),          v -= rate / (sqrt(s) + eps) * g
@@ -286,6 +290,8 @@ def _update_row(partition: Any, weight: Any, state: Any, gradient: Any, zeros: A
             change = change / (square_root(states) + all_eps)
         values = read(weight, column, halves, zeros) - change
         if halves:
+            if random != 0:
+                values = round_half_at_random(values, random, first_column + column)
             store_half(weight + 2 * column, values)
         else:
             store(weight + 4 * column, values)
@@ -299,12 +305,18 @@ def _update_rows(job: Any, feature: Any, j: Any, sums: Any, zeros: Any) -> None:
     weights = field(partition, layout.WEIGHT_ADDRESS) + field(part, layout.WEIGHT_START)
     states = field(partition, layout.STATE_ADDRESS) + field(part, layout.STATE_START)
     slot_rows, num_slots, gradient = field(sums, SLOT_ROWS), field(sums, NUM_SLOTS), field(sums, _SUMS)
+    seed, first_row, random = field(partition, layout.ROUNDING_SEED), field(part, layout.FIRST_ROW), np.int64(0)
     for slot in range(1, num_slots + 1):
         prefetched_row = np.int64(read_int(slot_rows + 4 * min(slot + _AHEAD_SLOTS, num_slots)))
         ask_for(weights + prefetched_row * row_bytes, row_bytes)
         ask_for(states + prefetched_row * state_bytes, state_bytes)
         row, gradient = np.int64(read_int(slot_rows + 4 * slot)), gradient + field(sums, _SUM_BYTES)
-        _update_row(partition, weights + row * row_bytes, states + row * state_bytes, gradient, zeros)
+        if seed != 0:
+            # of seed, table and row alone, so that layouts and threads do not matter; | 1: 0 rounds to the nearest
+            key = mixed(np.uint64(field(part, layout.ROUNDING_KEY)) ^ np.uint64(seed))
+            random = np.int64(mixed(key + np.uint64(first_row + row))) | 1
+        weight, state = weights + row * row_bytes, states + row * state_bytes
+        _update_row(partition, weight, state, gradient, random, field(part, layout.FIRST_COLUMN), zeros)
 
 
 @compiled

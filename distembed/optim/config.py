@@ -113,6 +113,10 @@ class SparseOptimizerConfig:
     # have gradients, the numbers of the rows' own gradients are cut.
     max_gradient: PositiveNumber | None = None
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)  # the learning rate over the steps
+    # where updated rows of fp16 tables are rounded up or down at random, so that small updates are kept in the mean, in
+    # place of to the nearest number: ``cuda``, as by FBGEMM, or ``everywhere``, also by the one-pass kernels of a CPU.
+    # Rows that every rank has are rounded to the nearest, and are refused by ``everywhere`` on a CPU.
+    stochastic_rounding: Literal["cuda", "everywhere"] = "cuda"
 
     @property
     def is_fused(self) -> bool:

@@ -199,6 +199,7 @@ class Optimizers:
         self._dense = dense
         self._num_steps = num_steps
         self.steps_before = 0
+        self.step = 0  # number of the step whose rates are set, counted from 0
         self.combined = CombinedOptimizer([optimizer for optimizer, _ in self._scheduled])
 
     def set_learning_rates(self, step: int) -> float:
@@ -210,6 +211,7 @@ class Optimizers:
         Returns:
             The learning rate of the dense optimizer.
         """
+        self.step = step
         for optimizer, config in self._scheduled:
             for group in optimizer.param_groups:
                 group["lr"] = self._rate(config, step)

@@ -11,7 +11,7 @@ from distembed.sharding.managed_collision import (
     CompositionalManagedCollisionEmbeddingBagCollectionSharder,
     CompositionalManagedCollisionEmbeddingCollectionSharder,
 )
-from distembed.sharding.parameters import limit_gradients
+from distembed.sharding.parameters import limit_gradients, round_at_random
 from distembed.sharding.sharder import (
     CompositionalEmbeddingBagCollectionSharder,
     CompositionalEmbeddingCollectionSharder,
@@ -27,4 +27,5 @@ __all__ = [
     "ShardedCompositionalEmbeddingCollection",
     "default_sharders",
     "limit_gradients",
+    "round_at_random",
 ]

@@ -384,6 +384,24 @@ def limit_gradients(model: nn.Module, max_gradient: float) -> None:
             )
 
 
+def round_at_random(model: nn.Module, seed: Callable[[], int]) -> None:
+    """Has a CPU round updated float16 rows up or down at random, so that their mean is the exact value.
+
+    Rounded to the nearest, a row never moves by updates below half the distance of two float16 numbers. The numbers
+    drawn depend on the seed, the partition's name, the row and the column alone: layouts and threads do not matter.
+
+    Args:
+        model: A sharded model on a CPU; on CUDA FBGEMM's ``stochastic_rounding`` decides.
+        seed: Returns the seed of the coming update, a number in [1, 2^63).
+
+    Raises:
+        UserError: A float16 table is not looked up in one pass, or torch trains rows of it that every rank has.
+    """
+    for lookup in sharded_lookups(model):
+        for group in getattr(lookup, "_groups", ()):
+            group.round_at_random(seed)
+
+
 def forget_copies(model: nn.Module) -> None:
     """Drops all copies of a model's weights and rows of ids, which were overwritten in place between two steps."""
     for lookup in sharded_lookups(model):

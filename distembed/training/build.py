@@ -18,6 +18,7 @@ from distembed.base.ranks import Collectives, Ranks
 from distembed.checkpoints.checkpoint import load_grown
 from distembed.data.dataset.schema import Schema
 from distembed.embedding.collections import embedding_modules, table_configs
+from distembed.embedding.initialization import name_key
 from distembed.embedding.settings import VectorExchange
 from distembed.models import Model, ModelInputs
 from distembed.models.config import plan_values
@@ -34,7 +35,7 @@ from distembed.planning.apply_plan import apply_saved_plan
 from distembed.planning.networks import estimate_network, require_networks_fit
 from distembed.planning.request import Workload
 from distembed.planning.saved_plan import PlanInputs, table_plan_inputs
-from distembed.sharding import default_sharders, limit_gradients
+from distembed.sharding import default_sharders, limit_gradients, round_at_random
 from distembed.sse import SSE, graph_bytes
 from distembed.sse.perturbation import Perturbation
 from distembed.tasks import Task, batch_schema, build_task
@@ -282,6 +283,9 @@ def build_training_state(
     if train.sparse_optimizer.max_gradient is not None:
         limit_gradients(model, train.sparse_optimizer.max_gradient)
     optimizers = Optimizers(model, train.dense_optimizer, train.sparse_optimizer, num_steps)
+    if train.sparse_optimizer.stochastic_rounding == "everywhere" and ranks.device.type == "cpu":
+        # of the run's seed and the step alone, so that a resumed run repeats its rounding
+        round_at_random(model, lambda: name_key(f"{train.seed}/rounding/{optimizers.step}") | 1)
     averages = AveragedWeights(averaged_parameters(model), train.ema)
     pipeline = StepPipeline(model, optimizers.combined, ranks)
     threads = blueprint.config.data.threads_of_rank(ranks.local_world_size)

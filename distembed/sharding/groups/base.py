@@ -1,7 +1,7 @@
 """A group: tables that one lookup serves, and the memory and time of the lookup."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torchrec.distributed.embedding_lookup import CommOpGradientScaling
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from distembed.base.errors import UserError
 from distembed.kernels.tables import FLOATS, as_operand
 from distembed.sharding.bucket_pool import Buckets
 from distembed.sharding.groups.load import LONG_BYTES, GroupLoad, Launches, LookupMemory, LookupWork, TableLoad
@@ -88,7 +89,7 @@ class Group(ABC):
         # whether the data promises at most one id in every bag of every rank; a GPU cannot check it without a wait
         self.has_single_ids = False
         first = tables[0]
-        self.is_frozen = first.is_frozen
+        self.is_frozen, self._table = first.is_frozen, first.table
         per_feature = [local for local in tables for _ in local.table.feature_names]
         self.partitions = [local.table.scheme for local in per_feature]
         self._map = FeatureRows(self.partitions)
@@ -118,6 +119,16 @@ class Group(ABC):
         self.num_used = len(used)
         self._used = torch.tensor(used) if used != list(range(len(first.table.scheme.num_rows))) else None
         self._shifts = torch.tensor(shifts) if any(map(any, shifts)) else None
+
+    def round_at_random(self, seed: Callable[[], int]) -> None:
+        """Has updated float16 rows rounded by a step's seed; a UserError refuses a group that cannot, if it trains."""
+        if self._table.data_type != "FP32" and not self.is_frozen:
+            raise UserError(
+                "train.sparse_optimizer.stochastic_rounding is 'everywhere', but a CPU rounds at random only where it "
+                f"looks tables up in one pass and torch does not train them, unlike table {self._table.name!r}: set "
+                "embedding.kernel=fused, which says why a table is not looked up in one pass, and "
+                "plan.sharding_types=[table_wise]; or take stochastic_rounding: cuda."
+            )
 
     @abstractmethod
     def request(self, features: KeyedJaggedTensor) -> LookupRequest:
@@ -266,6 +277,9 @@ class AbsentGroup(Group):
         widths = [local.num_columns for local in tables for _ in local.table.feature_names]
         self._width = sum(widths) if pools else widths[0]
         self._pools = pools
+
+    def round_at_random(self, seed: Callable[[], int]) -> None:
+        """Rounds nothing: there are no rows."""
 
     def request(self, features: KeyedJaggedTensor) -> LookupRequest:
         return LookupRequest([], [], [], features)

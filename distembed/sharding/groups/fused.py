@@ -8,7 +8,7 @@ the weights and the states, so that names and checkpoints do not differ.
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cache
 from itertools import accumulate
 from typing import Any
@@ -24,6 +24,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from distembed.base.errors import UserError
 from distembed.composition import Concat, Feature, PathLinear, PathMLP, Product, Sum
 from distembed.embedding.config import CompositionalEmbeddingConfig
+from distembed.embedding.initialization import name_key
 from distembed.kernels.layout import BLOCK_IDS, place_bits
 from distembed.kernels.loading import reason_not_compiled, reason_unavailable
 from distembed.kernels.operation import FusedLookup
@@ -58,6 +59,7 @@ class FusedGroup(Group):
     """
 
     _lookup: FusedLookup | TritonLookup | None = None
+    _rounding_seed: Callable[[], int] | None = None
 
     def __init__(
         self, tables: Sequence[LocalTable], replicated: Mapping[str, nn.Parameter], gradient_scale: int
@@ -65,6 +67,12 @@ class FusedGroup(Group):
         super().__init__(tables, replicated, gradient_scale)
         self._tables = list(tables)
         self._pools = is_pooled(tables[0].table)
+
+    def round_at_random(self, seed: Callable[[], int]) -> None:
+        """Has a CPU's updated float16 rows rounded by a step's seed; refuses rows that every rank has."""
+        if self._stacks:
+            super().round_at_random(seed)
+        self._rounding_seed = seed
 
     def request(self, features: KeyedJaggedTensor) -> LookupRequest:
         """Returns the batch: the pass finds the rows itself."""
@@ -103,7 +111,7 @@ class FusedGroup(Group):
         remaining = iter(tbes)
         stacks = [self._stacks.get(position) for position in range(self.num_slices)]
         return [
-            _storage(next(remaining), self.is_frozen)
+            _storage(next(remaining), self.is_frozen, self._rounding_seed)
             if stack is None
             else Storage(_readable(stack.weights()), gradient_scale=stack.gradient_scale, is_frozen=self.is_frozen)
             for stack in stacks
@@ -124,7 +132,8 @@ class FusedGroup(Group):
                     continue
                 state_start = 0 if storages[position].states is None else tbe.momentum1_physical_offsets[table]
                 num_rows, start = tbe.embedding_specs[table][0], tbe.weights_physical_offsets[table]
-                table_parts.append(TablePart(digit, local.first_row, num_rows, start, state_start))
+                column, key = local.partitions[position].start, name_key(local.partitions[position].part.name)
+                table_parts.append(TablePart(digit, local.first_row, num_rows, start, state_start, column, key))
         feature_counts = [len(local.table.feature_names) for local in self._tables]
         by_feature = [parts for parts, count in zip(by_table, feature_counts, strict=True) for _ in range(count)]
         columns = columns_of_partitions(first)
@@ -292,11 +301,11 @@ def _readable(weights: list[Tensor]) -> list[Tensor]:
 _optimizer_name = cache(fused_optimizer_name)  # every step asks for it
 
 
-def _storage(tbe: Any, is_frozen: bool) -> Storage:
+def _storage(tbe: Any, is_frozen: bool, rounding_seed: Callable[[], int] | None) -> Storage:
     """Returns a TBE's weights, optimizer states and current optimizer settings, as the kernels take them."""
     optimizer = _optimizer_name(tbe.optimizer)
     states = None if tbe.optimizer == EmbOptimType.EXACT_SGD else _numbers(tbe, "momentum1")
-    seed = (lambda: tbe.step % 2**31) if tbe.stochastic_rounding else None  # FBGEMM rounds so on CUDA alone
+    seed = rounding_seed if tbe.use_cpu else (lambda: tbe.step % 2**31) if tbe.stochastic_rounding else None
     weights = [_numbers(tbe, "weights")]
     rate, eps = tbe.get_learning_rate(), tbe.optimizer_args.eps
     return Storage(weights, optimizer, states, rate, eps, rounding_seed=seed, is_frozen=is_frozen)
