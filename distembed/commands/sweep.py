@@ -1,12 +1,14 @@
-"""The command ``distembed sweep``: a run for each combination of values."""
+"""The commands ``sweep`` and ``compress-search``: runs of several configs, to compare them."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from distembed.commands.shared import ConfigArgument, console, say
+from distembed.base.errors import UserError
+from distembed.commands.shared import ConfigArgument, JsonOption, OverridesArgument, console, note, say
 
 if TYPE_CHECKING:
     from distembed.training.sweeps.sweep import PlannedRun
@@ -91,3 +93,49 @@ def _list_runs(runs: "Sequence[PlannedRun]") -> None:
         say(f"{run.name}  {run.state}")
     counts = [(state, sum(run.state == state for run in runs)) for state in ("new", "resumed", "pruned", "finished")]
     say(f"{len(runs)} runs: {', '.join(f'{count} {state}' for state, count in counts if count)}")
+
+
+@app.command(
+    "compress-search",
+    epilog="Example: `distembed compress-search configs/criteo_sample.yaml data.path=criteo --budget 2MB --output "
+    "smaller`, then `distembed train smaller/config.yaml`",
+)
+def compress_search_command(
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    *,
+    budget: Annotated[
+        str, typer.Option(metavar="SIZE", help="Most bytes of all tables in training, with optimizer states: 50MB.")
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Folder for the config, the curve and all runs; a search goes on.")
+    ],
+    curve: Annotated[
+        str,
+        typer.Option(
+            metavar="COLLISIONS,...",
+            help="Points of the curve: the bytes of quotient-remainder tables with so many collisions.",
+        ),
+    ] = "4,16,60",
+    workers: Annotated[
+        int, typer.Option(min=1, help="Processes that train runs at the same time; they share the CPU's cores.")
+    ] = 1,
+    as_json: JsonOption = False,
+) -> None:
+    """Choose a scheme and a size for each table within a budget, by how much each table matters, and train them."""
+    from distembed.base.units import format_bytes, parse_bytes
+    from distembed.serving.convert.size_search import SearchOptions, search_sizes
+
+    budget_bytes = parse_bytes("--budget", budget)
+    try:
+        collisions = [int(number) for number in curve.split(",") if number.strip()]
+    except ValueError:
+        raise UserError(f"--curve is {curve!r}; give numbers of collisions, such as 4,16,60, or '' for none.") from None
+    options = SearchOptions(budget_bytes, output, collisions, workers)
+    result = search_sizes(config, overrides or [], options, note if as_json else say)
+    if as_json:
+        print(json.dumps(result.to_json(), indent=2))
+        return
+    console.print(result.table())
+    chosen = result.chosen
+    say(f"{output / 'config.yaml'}: the tables of {chosen.name}, {format_bytes(chosen.num_bytes)}")

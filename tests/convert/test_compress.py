@@ -114,7 +114,7 @@ def test_more_bytes_are_nearer_and_a_budget_too_small_names_the_smallest(full_ru
         errors = compressed(full_run, tmp_path / str(budget), budget_bytes=budget).errors
         left.append(sum(error.variance_left for error in errors))
     assert left[0] > left[1] > left[2]
-    with pytest.raises(UserError, match="smallest codes of all tables take ") as failure:
+    with pytest.raises(UserError, match="smallest sizes of all tables take ") as failure:
         compressed(full_run, tmp_path / "no", budget_bytes=10)
     smallest = int(str(failure.value).split("take ")[1].split(" ")[0].replace(",", ""))
     assert compressed(full_run, tmp_path / "least", budget_bytes=smallest).table_bytes <= smallest

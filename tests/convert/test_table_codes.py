@@ -14,7 +14,6 @@ from distembed.composition import Concat
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.embedding.occurrences import id_weights
 from distembed.partitions import Explicit
-from distembed.serving.convert.code_sizes import Option, TableSizes, lower_hull, total_bytes
 from distembed.serving.convert.table_codes import (
     SCHEMES,
     CodePoints,
@@ -25,6 +24,7 @@ from distembed.serving.convert.table_codes import (
     quantise,
     shape_of_bits,
 )
+from distembed.serving.convert.table_sizes import Option, TableSizes, lower_hull, total_bytes
 from distembed.serving.convert.tables import fit_table
 
 DIM, IDS = 8, 300
@@ -156,7 +156,7 @@ def test_the_chosen_sizes_keep_the_budget_and_no_choice_of_their_bytes_is_better
 ) -> None:
     sizes, smallest = TableSizes(tables), sum(min(own.num_bytes for own in options) for options in tables)
     if budget < smallest:
-        with pytest.raises(UserError, match=f"smallest codes of all tables take {smallest:,}"):
+        with pytest.raises(UserError, match=f"smallest sizes of all tables take {smallest:,}"):
             sizes.within(budget)
         return
     within = sizes.within(budget)

@@ -6,14 +6,17 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from distembed.base.errors import UserError
 from distembed.base.names import one_of
 from distembed.partitions.kmeans import require_balance
 from distembed.serving.convert.table_codes import SCHEMES, CodeShape, Scheme
+from distembed.serving.convert.table_sizes import Option
 from distembed.serving.convert.tables import FitError
 
+CodeOption: TypeAlias = Option[CodeShape | None]
+"""A table in codes of a shape; None for the table as it is."""
 SchemeChoice = Scheme | Literal["auto"]
 DataTypeChoice = Literal["fp32", "fp16"]
 DATA_TYPES: dict[DataTypeChoice, int] = {"fp32": 4, "fp16": 2}

@@ -40,9 +40,8 @@ from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.embedding.occurrences import id_occurrences
 from distembed.embedding.settings import TableConfig
 from distembed.partitions import PARTITIONS
-from distembed.serving.convert.code_options import DATA_TYPES, CodedRun, CodeOptions
+from distembed.serving.convert.code_options import DATA_TYPES, CodedRun, CodeOption, CodeOptions
 from distembed.serving.convert.code_search import LossSearch, Validation
-from distembed.serving.convert.code_sizes import Option, TableSizes, total_bytes
 from distembed.serving.convert.code_weights import IdWeights
 from distembed.serving.convert.item_features import ItemFeatures
 from distembed.serving.convert.models import full_table_names
@@ -58,6 +57,7 @@ from distembed.serving.convert.table_codes import (
     quantise,
     shape_of_bits,
 )
+from distembed.serving.convert.table_sizes import TableSizes, total_bytes
 from distembed.tasks import batch_schema
 from distembed.training.build import Blueprint
 from distembed.training.kept_codes import CODES
@@ -175,15 +175,15 @@ class _Coder:
         """The step of the compressed checkpoint, as ``--checkpoint`` takes it."""
         return str(int(Path(self._source.checkpoint).name.split("-")[1]))  # step-00000120, or ...-interrupted
 
-    def sizes(self, budget_bytes: int | None = None) -> TableSizes:
+    def sizes(self, budget_bytes: int | None = None) -> TableSizes[CodeShape | None]:
         """Returns the sizes that the tables may have, by codes of every candidate shape and as they are.
 
         Codebooks above ``budget_bytes`` are not tried.
         """
         return TableSizes([list(self._options_of(group, budget_bytes)) for group in self.groups])
 
-    def _options_of(self, group: _Group, budget_bytes: int | None) -> Iterator[Option]:
-        yield Option(None, group.num_bytes, 0.0)
+    def _options_of(self, group: _Group, budget_bytes: int | None) -> Iterator[CodeOption]:
+        yield CodeOption(None, group.num_bytes, 0.0)
         if not group.is_codable:
             return
         points = self._points(group)
@@ -194,7 +194,7 @@ class _Coder:
             coded = self._quantised(group, points, shape)
             num_bytes = coded.num_bytes(points)
             if num_bytes < group.num_bytes:
-                yield Option(shape, num_bytes, coded.distortion)
+                yield CodeOption(shape, num_bytes, coded.distortion)
 
     def _read_features(self, table: str, file: Path) -> ItemFeatures:
         """Returns the features of a table's ids, or raises a :class:`UserError` where the table cannot have codes."""
@@ -213,19 +213,19 @@ class _Coder:
         )
         return found
 
-    def options_of_bits(self, bits: int) -> list[Option]:
+    def options_of_bits(self, bits: int) -> list[CodeOption]:
         """Returns the option of each table with codes of so many bits; tables that would not shrink stay."""
         chosen = []
         for group in self.groups:
-            option = Option(None, group.num_bytes, 0.0)
+            option = CodeOption(None, group.num_bytes, 0.0)
             if group.name in self._features:
                 shape = self._shape_of_bits(bits, next(iter(group.tables.values())).embedding_dim)
-                option = Option(shape, 0, 0.0)  # the bytes are known of the written table
+                option = CodeOption(shape, 0, 0.0)  # the bytes are known of the written table
             elif group.is_codable and not self._features:
                 points = self._points(group)
                 coded = self._quantised(group, points, self._shape_of_bits(bits, points.dim))
                 if coded.num_bytes(points) < group.num_bytes:
-                    option = Option(coded.shape, coded.num_bytes(points), coded.distortion)
+                    option = CodeOption(coded.shape, coded.num_bytes(points), coded.distortion)
             chosen.append(option)
         return chosen
 
@@ -262,18 +262,18 @@ class _Coder:
         bytes_per_number = table.bytes_per_number if data_type is None else DATA_TYPES[data_type]
         return CodePoints.of(vectors, weights, is_rare, self._device, bytes_per_number)
 
-    def write(self, chosen: Sequence[Option], folder: Path, name: str) -> CodedRun:
+    def write(self, chosen: Sequence[CodeOption], folder: Path, name: str) -> CodedRun:
         """Writes the run with an option for each table into an empty folder; ``name`` is the run's."""
         config, shapes, kept = self.run.config, dict[str, CodeShape](), dict[str, str]()
         tables = dict(config.embedding.tables)
         for group, option in zip(self.groups, chosen, strict=True):
-            if option.shape is None:
+            if option.choice is None:
                 kept |= {table.name: self._why_kept(group) for table in group.tables.values()}
                 continue
             file = folder / CODES / f"{group.name}.parquet"
-            columns = self._write_codes(group, option.shape, file)
-            tables[group.name] = self._coded_settings(group.name, file, columns, option.shape)
-            shapes |= {table.name: option.shape for table in group.tables.values()}
+            columns = self._write_codes(group, option.choice, file)
+            tables[group.name] = self._coded_settings(group.name, file, columns, option.choice)
+            shapes |= {table.name: option.choice for table in group.tables.values()}
         if not shapes:
             raise self._no_codes(chosen)
         is_own = kept_dataset(self.run.folder) == Path(self.run.dataset)
@@ -303,7 +303,7 @@ class _Coder:
             return "no --features"
         return "no better codes" if self._options.bits_per_id is None else "codes are no smaller"
 
-    def _no_codes(self, chosen: Sequence[Option]) -> UserError:
+    def _no_codes(self, chosen: Sequence[CodeOption]) -> UserError:
         """Returns the error of options without any codes."""
         num_bytes = total_bytes(chosen)
         tables = f"the tables of {self.run.folder} take {num_bytes:,} ({format_bytes(num_bytes)}) as they are"

@@ -15,8 +15,9 @@ from distembed.base.units import format_bytes
 from distembed.data.dataset.kept import kept_dataset
 from distembed.data.dataset.manifest import Manifest
 from distembed.partitions.explicit import forget_files
-from distembed.serving.convert.code_options import CodedRun, MetricChange
-from distembed.serving.convert.code_sizes import Option, TableSizes
+from distembed.serving.convert.code_options import CodedRun, CodeOption, MetricChange
+from distembed.serving.convert.table_codes import CodeShape
+from distembed.serving.convert.table_sizes import TableSizes
 from distembed.training.inference import evaluate_split, load_training_state
 from distembed.training.resume import choose_dataset, load_run_config
 from distembed.training.start import require_defined_headline, require_labels, require_splits
@@ -98,7 +99,11 @@ class LossSearch:
     say: Callable[[str], None]
 
     def smallest(
-        self, sizes: TableSizes, write: Callable[[Sequence[Option], Path], CodedRun], folder: Path, ranks: Ranks
+        self,
+        sizes: TableSizes[CodeShape | None],
+        write: Callable[[Sequence[CodeOption], Path], CodedRun],
+        folder: Path,
+        ranks: Ranks,
     ) -> CodedRun:
         """Writes the run of the fewest bytes within the loss.
 
@@ -123,7 +128,7 @@ class LossSearch:
         while low < high:
             middle = (low + high) // 2
             chosen = sizes.after(middle)
-            if all(option.shape is None for option in chosen):
+            if all(option.choice is None for option in chosen):
                 low = middle + 1
                 continue
             trial = folder.with_name(f"trial-{middle}")

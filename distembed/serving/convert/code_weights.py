@@ -52,7 +52,7 @@ class IdWeights:
     ) -> None:
         train = manifest.splits.get("train")
         self._counts, self._num_rows = counts, 1 if train is None else max(1, train.num_rows)
-        totals = {next(iter(group)): [_squared_gradients(source, *own) for own in group.items()] for group in groups}
+        totals = {next(iter(group)): [_total(source, *own) for own in group.items()] for group in groups}
         found = {name: sum(own for own in values if own is not None) for name, values in totals.items()}
         self._totals = found if all(own for values in totals.values() for own in values) else {}
 
@@ -70,10 +70,21 @@ class IdWeights:
         return (weights * (self._totals.get(name, total) / float(weights.sum()))).sqrt()
 
 
-def _squared_gradients(source: RunAsStock, name: str, table: CompositionalEmbeddingConfig) -> float | None:
-    """Returns Adagrad's sum over all numbers of a full weight; None where the run keeps none."""
+def squared_gradients(
+    source: RunAsStock, name: str, table: CompositionalEmbeddingConfig
+) -> Float[Tensor, "ids columns"] | None:
+    """Returns Adagrad's sums of a full weight; None where the run keeps none.
+
+    There is a column for each number, or one for all: row-wise Adagrad sums the mean square of a row's gradient.
+    """
     sums = source.optimizer_state(name, "sum")
     if sums is not None:
-        return float(sums.sum(dtype=torch.float64))
+        return sums
     by_row = source.optimizer_state(name, name_with_columns("sum", 0, table.embedding_dim))
-    return None if by_row is None else table.embedding_dim * float(by_row.sum(dtype=torch.float64))
+    return None if by_row is None else by_row.unsqueeze(1)
+
+
+def _total(source: RunAsStock, name: str, table: CompositionalEmbeddingConfig) -> float | None:
+    """Returns Adagrad's sum over all numbers of a full weight; None where the run keeps none."""
+    sums = squared_gradients(source, name, table)
+    return None if sums is None else float(sums.sum(dtype=torch.float64)) * table.embedding_dim / sums.shape[1]

@@ -33,7 +33,7 @@ from distembed.training.run_folder.folder import holds_run
 from distembed.training.run_folder.lock import LOCK_NAME
 from distembed.training.run_folder.record import RunInfo
 from distembed.training.start import RunOptions, find_start
-from distembed.training.sweeps.axes import named_runs, parse_axes
+from distembed.training.sweeps.axes import NamedRun, named_runs, parse_axes
 
 SWEEP_FILE, SWEEP_REPORT, STUDY_FILE, LOGS = "sweep.json", "report.html", "optuna.log", "logs"
 _OWN = (SWEEP_FILE, SWEEP_REPORT, STUDY_FILE, LOGS)
@@ -159,16 +159,25 @@ def plan_sweep(
     planned = []
     for run in runs:
         try:
-            own_folder = (folder / run.name).absolute()
-            run_config = _with_own_checkpoints(load_config(config, run.overrides), own_folder)
-            state = _state(run_config, own_folder)
-            planned.append(PlannedRun(run.name, run.recipe, run.varied, run_config, own_folder, state))
-            if planned[-1].state in ("new", "resumed"):
-                find_start(run_config, planned[-1].options, lambda function: function(), lambda text: None)
-                describe(run_config)
+            planned.append(plan_run(run, load_config(config, run.overrides), folder))
         except UserError as error:
             mistakes.setdefault(str(error), []).append(run.name)
     require_no_mistakes(mistakes)
+    return planned
+
+
+def plan_run(run: NamedRun, config: Config, folder: Path) -> PlannedRun:
+    """Returns a run of a sweep's folder with its state, and refuses one that cannot be started or resumed.
+
+    Raises:
+        UserError: The run cannot be started, or its folder holds a run of another config.
+    """
+    own_folder = (folder / run.name).absolute()
+    config = _with_own_checkpoints(config, own_folder)
+    planned = PlannedRun(run.name, run.recipe, run.varied, config, own_folder, _state(config, own_folder))
+    if planned.state in ("new", "resumed"):
+        find_start(config, planned.options, lambda function: function(), lambda text: None)
+        describe(config)
     return planned
 
 

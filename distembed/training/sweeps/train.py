@@ -89,7 +89,7 @@ def train_sweep(sweep: Sweep, num_workers: int, say: Say) -> dict[str, Outcome]:
             if not processes.running:
                 break
             run, trial, outcome = processes.wait_for_one()
-            value = _validated(run, metric)[1] if outcome.status == "finished" else math.nan
+            value = validated(run, metric)[1] if outcome.status == "finished" else math.nan
             state = TrialState.PRUNED if outcome.status == "pruned" else TrialState.FAIL
             if math.isfinite(value):
                 study.tell(trial, value)
@@ -130,7 +130,7 @@ def _create_study(sweep: Sweep, metric: ReportedMetric) -> tuple[optuna.Study, d
         pruner=optuna.pruners.MedianPruner() if sweep.prune else optuna.pruners.NopPruner(),
     )
     for run in sweep.runs:
-        evaluations, value = _validated(run, metric) if run.state == "finished" else ({}, math.nan)
+        evaluations, value = validated(run, metric) if run.state == "finished" else ({}, math.nan)
         if math.isfinite(value):
             params = _params(run)
             trial = create_trial(value=value, params=params, distributions=space, intermediate_values=evaluations)
@@ -262,7 +262,7 @@ def _params(run: PlannedRun) -> dict[str, str]:
     return {key: text for key, _, text in (setting.partition("=") for setting in run.varied)}
 
 
-def _validated(run: PlannedRun, metric: ReportedMetric) -> tuple[dict[int, float], float]:
+def validated(run: PlannedRun, metric: ReportedMetric) -> tuple[dict[int, float], float]:
     """Returns a run's metric on the validation split by step, and the metric of the weights that the run keeps.
 
     The weights kept are the best with ``train.keep_best``, else the last. Without a metric on the validation split, the
