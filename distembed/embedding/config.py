@@ -217,7 +217,7 @@ class CompositionalEmbeddingConfig:
         if feature is None or self.first_ids is None:
             return FeatureIds(0, self.num_embeddings, self.oov_id)
         first = self.first_ids[feature]
-        stop = min((other for other in self.first_ids.values() if other > first), default=self.num_embeddings)
+        stop = min([self.num_embeddings, *(other for other in self.first_ids.values() if other > first)])
         return FeatureIds(first, stop - first, min(self.oov_id, stop - first - 1))
 
     @property

@@ -238,7 +238,15 @@ class CompositionalManagedCollisionEmbeddingCollectionSharder(
 
 
 def _slot_table(table: CompositionalEmbeddingConfig, world_size: int, device: torch.device) -> EmbeddingShardingInfo:
-    """Returns TorchRec's description of a table with a row for each slot, in equal blocks of rows on all ranks."""
+    """Returns TorchRec's description of a table with a row for each slot, in equal blocks of rows on all ranks.
+
+    Refuses a unified table.
+    """
+    if table.first_ids is not None:
+        raise UserError(
+            f"table {table.name!r} is unified, and managed collision gives all ids of a table slots in common; leave "
+            "first_ids out, or the managed collision."
+        )
     num_slots, names = table.num_embeddings, list(table.feature_names)
     block = -(-num_slots // world_size)
     starts = [min(rank * block, num_slots) for rank in range(world_size + 1)]

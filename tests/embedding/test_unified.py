@@ -98,12 +98,12 @@ def test_values_are_hashed_into_the_ids_of_their_feature() -> None:
         assert torch.equal(map_ids(table, values, feature=feature), expected)
 
 
-@pytest.mark.parametrize("device_dtype", [torch.int64, torch.int32])
-def test_replaced_ids_are_of_the_same_feature_and_evenly_drawn(device_dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_replaced_ids_are_of_the_same_feature_and_evenly_drawn(dtype: torch.dtype) -> None:
     table = unified(sse={"b": SSE(1.0, reserved=[0, 1], keep_reserved=True), "c": SSE(1.0)})
     count = 40_000
     ids = {name: torch.arange(count) % SIZES[name] + FIRST_IDS[name] for name in SIZES}
-    values = torch.cat(list(ids.values())).to(device_dtype)
+    values = torch.cat(list(ids.values())).to(dtype)
     given = KeyedJaggedTensor(list(SIZES), values, lengths=torch.ones(3 * count, dtype=torch.int32))
     new = dict(zip(SIZES, perturbation([table], rank=0).train()(given).values().long().split(count), strict=True))
     assert torch.equal(new["a"], ids["a"])

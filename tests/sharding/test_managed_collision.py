@@ -4,6 +4,7 @@ Slots are those of stock modules for the same batches; vectors, gradients and up
 collection whose ids are the slots of all ranks.
 """
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -366,6 +367,10 @@ def check_wrong_sharders(rank: int, world_size: int) -> None:
             own._disable_fallback = True
         with pytest.raises(UserError, match=r"disable_fallback=True drops ids.*no_bag=True"):
             shard(Model(drops), our_sharder(bags))
+        ab = dataclasses.replace(tables(bags)[0], first_ids={"a": 0, "b": 10})
+        unified = manage(type(collection(bags))([ab, *tables(bags)[1:]]), bags)
+        with pytest.raises(UserError, match="'ab' is unified, and managed collision.*leave first_ids out"):
+            shard(Model(unified), our_sharder(bags))
 
 
 @pytest.mark.distributed

@@ -12,6 +12,7 @@ import torch
 import distembed
 from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import Manifest
+from distembed.embedding.occurrences import id_occurrences
 from distembed.models import ModelInputs
 from distembed.partitions import MultiHash
 from distembed.serving.convert import StockCheckpoint
@@ -118,6 +119,20 @@ def test_vectors_are_asked_for_by_feature(run: Path) -> None:
         table = pq.read_table(output / f"{feature}.parquet")
         assert table["id"].to_pylist() == list(range(end - first))
         assert np.array_equal(np.array(table["vector"].to_pylist(), np.float32), vectors[first:end])
+
+
+def test_counts_are_those_of_the_features_one_after_another(run: Path) -> None:
+    dataset = str(run.parent / "dataset")
+    manifest = Manifest.load(dataset)
+    (store,) = [each.config for each in describe(load_config(run / "config.yaml")).tables if each.config.first_ids]
+    counts, end = id_occurrences(dataset, manifest, manifest.schema, [store])["store"].tolist(), 0
+    for feature in FEATURES:
+        vocabulary = manifest.vocabularies[feature]
+        counted = pq.read_table(Path(dataset) / vocabulary.file)["count"].to_pylist()
+        missing = 0 if feature == "genres" else vocabulary.rows_missing  # a list without values looks nothing up
+        start, end = end, end + 2 + len(counted)
+        assert counts[start:end] == [missing, vocabulary.rows_dropped, *counted]
+    assert end == len(counts)
 
 
 @pytest.mark.thorough
