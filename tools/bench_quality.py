@@ -92,14 +92,20 @@ def multi_hash(composition: str, collisions: int) -> list[str]:
     return [f"embedding.default.{key}={value}" for key, value in settings.items()]
 
 
-_MIXED = {4: ((8, 8), (5, 50)), 16: ((4, 12), (12, 500)), 60: ((4, 12), (60, 1000))}
-"""Dims of two partitions, and the counts in training from which ids have rows of their own in them, by how many times
-smaller the full tables become."""
+_MIXED: dict[str, tuple[list[int], tuple[int, int], str]] = {
+    "4": ([8, 8], (5, 50), "fp32"),
+    "16": ([4, 12], (12, 500), "fp32"),
+    "60": ([4, 12], (60, 1000), "fp32"),
+    "16, fp16": ([8, 8], (12, 150), "fp16"),
+    "60, fp16": ([4, 12], (26, 600), "fp16"),
+}
+"""Dims of two partitions, the counts in training from which ids have rows of their own in them, and the type of their
+numbers, by how many times smaller the full tables become."""
 
 
-def mixed_dims(times: int) -> list[str]:
+def mixed_dims(dims: list[int], data_type: str) -> list[str]:
     """Returns the settings of truncated tables, less their bounds."""
-    settings = {"partition": "truncated", "composition": "concat", "dims": list(_MIXED[times][0]), "threshold": 0}
+    settings = {"partition": "truncated", "composition": "concat", "dims": dims, "threshold": 0, "data_type": data_type}
     return [f"embedding.default.{key}={value}" for key, value in settings.items()]
 
 
@@ -146,8 +152,8 @@ VARIANTS: dict[str, Variant] = (
         for composition in _TIMES_COLLISIONS
     }
     | {
-        f"DLRM, mixed dimensions, {times}": Variant(_BASE, mixed_dims(times), least_counts=least_counts)
-        for times, (_, least_counts) in _MIXED.items()
+        f"DLRM, mixed dimensions, {name}": Variant(_BASE, mixed_dims(dims, data_type), least_counts=least_counts)
+        for name, (dims, least_counts, data_type) in _MIXED.items()
     }
     | {
         f"DLRM, soft one-hot {place}{suffix}": Variant(CONFIGS / "criteo_sample" / f"{stem}.yaml", [], missing)
