@@ -33,9 +33,13 @@ import torch
 from bench_commands import CONFIGS, bench_parser, deviation, run_distembed
 from bench_common import train_quietly
 from bench_recommenders import FOLDER as RECOMMENDERS
+from torch import Tensor
 
 from distembed.base.ranks import process_group
+from distembed.data.dataset.manifest import Manifest
 from distembed.embedding import CompositionalEmbeddingConfig
+from distembed.embedding.occurrences import id_occurrences
+from distembed.tasks import batch_schema
 from distembed.training.config import Config, load_config
 from distembed.training.describe import describe
 
@@ -51,6 +55,7 @@ class Problem:
     metric: str
     settings: tuple[str, ...] = ()
     is_loss: bool = False  # whether a lower metric is better
+    without: tuple[str, ...] = ()  # methods that cannot be used
 
 
 _SAMPLE = CONFIGS / "criteo_sample.yaml"
@@ -70,14 +75,27 @@ PROBLEMS = {
         ("embedding.default.partition=naive",),
         is_loss=True,
     ),
-    "beauty sasrec": Problem(RECOMMENDERS / "beauty_sasrec.yaml", "beauty", "ndcg@10_of_101"),
+    "beauty sasrec": Problem(
+        RECOMMENDERS / "beauty_sasrec.yaml", "beauty", "ndcg@10_of_101", without=("unified, two hashes, concat",)
+    ),
 }
 
 
-Tables = Sequence[CompositionalEmbeddingConfig]
+@dataclass(frozen=True)
+class Full:
+    """The full tables of a problem, and how often each of their ids occurs in training."""
+
+    tables: Sequence[CompositionalEmbeddingConfig]
+    counts: Mapping[str, Tensor]
+
+    @property
+    def dim(self) -> int:
+        return self.tables[0].embedding_dim
+
+
 Settings = dict[str, object]
 """Settings of a config by their dotted keys."""
-Method = Callable[[int, Tables], Settings]
+Method = Callable[[int, Full], Settings]
 """Returns the settings of a number, given the full tables; a larger number means fewer bytes."""
 
 
@@ -88,34 +106,52 @@ def _default(**settings: object) -> Settings:
 
 def _scheme(partition: str, composition: str, **others: object) -> Method:
     """Returns a method whose number is that of collisions."""
-    return lambda collisions, tables: _default(
-        partition=partition, composition=composition, collisions=collisions, **others
-    )
+    return lambda collisions, _: _default(partition=partition, composition=composition, collisions=collisions, **others)
 
 
 def _tensor_train(num_cores: int) -> Method:
     """Returns a method whose ranks fall with the number."""
     own = {"partition": "mixed_radix", "num_partitions": num_cores, "composition": "tensor_train"}
-    return lambda number, tables: _default(rank=max(1, 64 // number), **own)
+    return lambda number, _: _default(rank=max(1, 64 // number), **own)
 
 
-def _unified(number: int, tables: Tables) -> Settings:
+def _unified(number: int, full: Full) -> Settings:
     """Returns the settings of one table for all features; the number is that of ids for each row of a hash."""
-    num_ids = sum(table.num_embeddings for table in tables)
+    num_ids = sum(table.num_embeddings for table in full.tables)
     own = {"partition": "multi_hash", "num_partitions": 2, "composition": "concat"}
-    store = own | {"features": [name for table in tables for name in table.feature_names]}
+    store = own | {"features": [name for table in full.tables for name in table.feature_names]}
     return {"embedding.tables": json.dumps({"store": store | {"num_buckets": -(-num_ids // number)}})}
 
 
-def _narrow(number: int, tables: Tables) -> Settings:
+def _narrow(number: int, full: Full) -> Settings:
     """Returns full tables of a dimension that falls with the number, in steps of 4."""
-    return _default(embedding_dim=max(4, tables[0].embedding_dim // number // 4 * 4))
+    return _default(embedding_dim=max(4, full.dim // number // 4 * 4))
+
+
+def _frequent(*shares: float, ratio: int = 1) -> Method:
+    """Returns a method whose number is the count from which ids have rows of their own; others share a row.
+
+    ``shares`` are of the full dimension, one for each partition; each further partition is for ids that are ``ratio``
+    times as frequent as the ids of the one before.
+    """
+
+    def settings(number: int, full: Full) -> Settings:
+        dims = [round(share * full.dim) for share in shares]
+        least = [number * ratio**place for place in range(len(dims))]
+        bounds = {
+            table.name: {"bounds": [2 + int((full.counts[table.name][2:] >= count).sum()) for count in least]}
+            for table in full.tables
+        }
+        own = {"partition": "truncated", "composition": "concat", "dims": dims if len(dims) > 1 else "null"}
+        return _default(embedding_dim=sum(dims), **own) | {"embedding.tables": json.dumps(bounds)}
+
+    return settings
 
 
 def _half(method: Method) -> Method:
     """Returns a method with half precision, and one number of optimizer state a row."""
     half = {"embedding.default.data_type": "fp16", "train.sparse_optimizer.name": "row_wise_adagrad"}
-    return lambda number, tables: half | method(number, tables)
+    return lambda number, full: half | method(number, full)
 
 
 METHODS: dict[str, Method] = {
@@ -127,18 +163,20 @@ METHODS: dict[str, Method] = {
     "two hashes, concat": _scheme("multi_hash", "concat"),
     "two hashes, weighted": _scheme("multi_hash", "weighted_sum", num_partitions=3),
     "unified, two hashes, concat": _unified,
-    "clustered in training": lambda number, tables: (
+    "clustered in training": lambda number, full: (
         {"train.recluster": "{every: 200, until: 400}"}
-        | _scheme("clustered", "concat_sum", num_partitions=8)(number, tables)
+        | _scheme("clustered", "concat_sum", num_partitions=8)(number, full)
     ),
     "tensor train of 2": _tensor_train(2),
     "tensor train of 3": _tensor_train(3),
     "fewer dimensions": _narrow,
     "fp16, a state a row": _half(_narrow),
     "fp16, a state a row, quotient-remainder": _half(_scheme("quotient_remainder", "product")),
-    "fp16, a state a row, dimension 4, hash": _half(
-        lambda number, tables: _scheme("remainder", "product", embedding_dim=4)(number, tables)
-    ),
+    "frequent ids": _frequent(1),
+    "frequent ids, more dimensions for the most frequent": _frequent(0.25, 0.75, ratio=30),
+    "fp16, a state a row, frequent ids": _half(_frequent(1)),
+    "fp16, a state a row, frequent ids, half the dimension": _half(_frequent(0.5)),
+    "fp16, a state a row, frequent ids, a quarter of it": _half(_frequent(0.25)),
 }
 FULL, CODES = "full", "codes"
 _NUMBERS = sorted({*range(1, 40), *(round(40 * 1.08**i) for i in range(60))})
@@ -150,22 +188,32 @@ def _as_overrides(settings: Mapping[str, object]) -> tuple[str, ...]:
     return tuple(f"{key}={value}" for key, value in settings.items())
 
 
+def _config(problem: Problem, settings: Sequence[str]) -> Config:
+    return load_config(problem.config, [*problem.settings, *settings])
+
+
 def training_bytes(config: Config) -> int:
     """Returns the bytes that a config's tables have in training."""
-    return describe(config).embedding_bytes
+    return describe(config).size.training
 
 
-def fitted(problem: Problem, method: str, data: str, budget: int) -> tuple[str, ...] | None:
+def full_tables(problem: Problem, dataset: Path) -> Full:
+    """Returns the full tables of a problem on its dataset."""
+    config = _config(problem, [f"data.path={dataset}"])
+    tables = [table.config for table in describe(config).tables]
+    manifest = Manifest.load(dataset)
+    return Full(tables, id_occurrences(str(dataset), manifest, batch_schema(config.task, manifest.schema), tables))
+
+
+def fitted(problem: Problem, method: str, full: Full, data: str, budget: int) -> tuple[str, ...] | None:
     """Returns the settings of the first number whose tables fit the budget; None where none do, or far below it.
 
     Tables of up to 200 ids stay full, or of up to 20 ids where 200 leave too little for the others.
     """
-    full = describe(load_config(problem.config, [data, *problem.settings]))
-    tables = [table.config for table in full.tables]
     for threshold in (200, 20):
         for number in _NUMBERS:
-            settings = _as_overrides(METHODS[method](number, tables) | _default(threshold=threshold))
-            size = training_bytes(load_config(problem.config, [data, *problem.settings, *settings]))
+            settings = _as_overrides(METHODS[method](number, full) | _default(threshold=threshold))
+            size = training_bytes(_config(problem, [data, *settings]))
             if _LEAST_FILLED * budget <= size <= budget:
                 return settings
     return None
@@ -239,13 +287,15 @@ def prepare(dataset: str, data: Path, folder: Path) -> None:
 
 def jobs_of(name: str, seeds: int, folder: Path) -> list[Job]:
     """Returns the runs of a problem: full tables first, and each method at each size that it reaches."""
-    problem, data = PROBLEMS[name], f"data.path={folder / PROBLEMS[name].dataset}"
-    full = load_config(problem.config, [data, *problem.settings])
-    budgets = {factor: describe(full).embedding_bytes // factor for factor in FACTORS}
-    jobs = [Job(name, FULL, 1, seed, (), budgets) for seed in range(seeds)]
+    problem = PROBLEMS[name]
+    data = f"data.path={folder / problem.dataset}"
+    full, size = full_tables(problem, folder / problem.dataset), describe(_config(problem, [data])).size
+    jobs = [
+        Job(name, FULL, 1, seed, (), {factor: size.serving // factor for factor in FACTORS}) for seed in range(seeds)
+    ]
     for factor in FACTORS:
-        for method in METHODS:
-            settings = fitted(problem, method, data, training_bytes(full) // factor)
+        for method in (name for name in METHODS if name not in problem.without):
+            settings = fitted(problem, method, full, data, size.training // factor)
             if settings is not None:
                 jobs += [Job(name, method, factor, seed, settings) for seed in range(seeds)]
     return jobs
