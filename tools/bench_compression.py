@@ -125,7 +125,7 @@ def _unified(number: int, full: Full) -> Settings:
 
 def _narrow(number: int, full: Full) -> Settings:
     """Returns full tables of a dimension that falls with the number, in steps of 4."""
-    return _default(embedding_dim=max(4, full.dim // number // 4 * 4))
+    return _default(embedding_dim=max(4, full.dim - 4 * (number - 1)))
 
 
 def _frequent(*shares: float, ratio: int = 1) -> Method:
