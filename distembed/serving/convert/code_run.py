@@ -8,8 +8,9 @@
 The codes are assignments of the partition ``explicit``, so that all commands that take a run take OUT. Codebooks are
 fitted once more to the codes of all parts together, which for ``residual`` lowers the distortion.
 
-Memory holds about two copies of the largest full table: of the checkpoint's and of the points, or of the points and
-of their rests. Distances are computed in float64, for some points at once.
+Memory holds two copies of the largest full table, of the checkpoint's and of the points, or of the points and of their
+rests, and about 80 bytes an id: 1.95 GiB at most for ``residual`` codes of 10 million ids of 16 numbers (0.6 GiB).
+Distances are computed in float64, for some points at once.
 """
 
 from __future__ import annotations

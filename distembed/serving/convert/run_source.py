@@ -77,7 +77,7 @@ class RunAsStock(Mapping[str, Tensor]):
     def saved_states(self, weight: str, only: str | None = None) -> dict[str, Tensor]:
         """Returns the optimizer states of a weight of the run's own model, or one, by ``WEIGHT.STATE``.
 
-        Where a table's columns were cut into slices, states by row are those of the whole rows: the slices' averages.
+        Where a table's columns were cut into slices, states by row are the slices' averages, for whole rows.
         """
         beginning = f"optimizer.{_MODEL}{weight}."
         names = (key.removeprefix(beginning) for key in self._saved if key.startswith(beginning))
