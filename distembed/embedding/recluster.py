@@ -10,7 +10,7 @@ i of columns, over all ids x with weights w_x, their occurrences in training::
 So the vector of each id becomes its centroid, and training separates the ids of a cluster again where the loss asks for
 it. A row of T_i starts with the weighted mean of its ids' optimizer states, a row of T'_i with states of 0.
 
-Memory holds a block of all full vectors, the rows of all ids as int64, and what k-means needs: a weight, a code and a
+Memory holds a block of all full vectors, the rows of all ids as int64, and for k-means a weight, a code and a
 distance of each id.
 """
 

@@ -10,10 +10,10 @@ Recommendation Systems", ISIT 2021). With ``bounds: [4000, 200]`` and ``dims: [4
     4000 ...      row 4000, shared       row 200, shared
 
 The paper projects each block's short vectors by a matrix; here the columns are used as they are, so that vectors pool,
-shard by columns and are looked up in one pass as those of any ``concat``.
+shard by columns and are looked up in one pass as tables of any ``concat``.
 
 Trade-off: rows go to the ids that have the data to train them; ids from the largest bound on cannot be told apart. Ids
-have to be numbered by falling frequency, as ``distembed prepare`` numbers those of a vocabulary.
+have to be numbered by falling frequency, as ``distembed prepare`` numbers a vocabulary's.
 """
 
 from __future__ import annotations
