@@ -1,8 +1,8 @@
 """The bytes that a table keeps: weights, stored rows of ids and optimizer states, counted in one place.
 
-``distembed describe``, plans and the record of a run all take :class:`TableSize`. *Compression* compares the
-bytes that training keeps: the full fp32 table's vectors and optimizer states over the table's own weights, stored rows and states, with the
-same optimizer. Gradients and caches live for a step or are chosen by a plan, and do not count.
+``distembed describe``, plans and the record of a run all take :class:`TableSize`. *Compression* compares the bytes that
+training keeps: the full fp32 table's vectors and optimizer states over the table's own weights, stored rows and states,
+with the same optimizer. Gradients and caches live for a step or are chosen by a plan, and do not count.
 """
 
 from collections.abc import Iterable, Sequence
