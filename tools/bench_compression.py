@@ -3,7 +3,7 @@
 ::
 
     OMP_NUM_THREADS=1 python tools/bench_compression.py DATA --seeds 5 --jobs 2 --output compression.jsonl
-    OMP_NUM_THREADS=1 python tools/bench_compression.py DATA --only "^criteo.*(full|hash)" --output compression.jsonl
+    OMP_NUM_THREADS=1 python tools/bench_compression.py DATA --only "full|codes|hash" --output compression.jsonl
     python tools/bench_compression.py DATA --seeds 0 --output compression.jsonl --page tools/compression.svg
 
 DATA is the folder of ``criteo_kaggle_110k.tsv.gz``, of ``movielens1m_mf_train.csv.gz`` with its test file, and of
@@ -24,7 +24,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -285,16 +285,21 @@ def prepare(dataset: str, data: Path, folder: Path) -> None:
         run_distembed("prepare", "sequences", lines, "--format", "lists", "--output", folder / dataset)
 
 
-def jobs_of(name: str, seeds: int, folder: Path) -> list[Job]:
-    """Returns the runs of a problem: full tables first, and each method at each size that it reaches."""
+def jobs_of(name: str, seeds: int, folder: Path, only: str) -> list[Job]:
+    """Returns the runs of a problem whose names match: full tables, and each method at each size that it reaches."""
     problem = PROBLEMS[name]
     data = f"data.path={folder / problem.dataset}"
     full, size = full_tables(problem, folder / problem.dataset), describe(_config(problem, [data])).size
-    jobs = [
-        Job(name, FULL, 1, seed, (), {factor: size.serving // factor for factor in FACTORS}) for seed in range(seeds)
-    ]
-    for factor in FACTORS:
-        for method in (name for name in METHODS if name not in problem.without):
+
+    def is_wanted(method: str, factor: int) -> bool:
+        return method not in problem.without and re.search(only, f"{name}, {method}, {factor}, ") is not None
+
+    jobs = []
+    if is_wanted(FULL, 1):
+        budgets = {factor: size.serving // factor for factor in FACTORS if is_wanted(CODES, factor)}
+        jobs += [Job(name, FULL, 1, seed, (), budgets) for seed in range(seeds)]
+    for factor, method in product(FACTORS, METHODS):
+        if is_wanted(method, factor):
             settings = fitted(problem, method, full, data, size.training // factor)
             if settings is not None:
                 jobs += [Job(name, method, factor, seed, settings) for seed in range(seeds)]
@@ -377,7 +382,7 @@ def main() -> None:
     parser.add_argument("--problems", nargs="*", choices=PROBLEMS, default=list(PROBLEMS))
     parser.add_argument("--seeds", type=int, default=5, help="0 for the tables of the runs at hand")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    parser.add_argument("--only", default="", help="runs whose name matches: 'criteo dlrm, hash, 4, seed 0'")
+    parser.add_argument("--only", default="", help="runs whose name matches: 'criteo dlrm, hash, 4, '")
     parser.add_argument("--page", type=Path, help="SVG or PNG file to draw")
     options = parser.parse_args()
     if options.output is None:
@@ -401,7 +406,7 @@ def take_missing_runs(options: argparse.Namespace, folder: Path) -> None:
     jobs = []
     for name in options.problems if options.seeds else ():
         prepare(PROBLEMS[name].dataset, options.data, folder)
-        jobs += [job for job in jobs_of(name, options.seeds, folder) if re.search(options.only, job.name)]
+        jobs += jobs_of(name, options.seeds, folder, options.only)
     jobs = sorted((job for job in jobs if job.name not in done), key=lambda job: job.seed)
     print(f"{len(jobs)} runs to take, {len(done)} at hand", flush=True)
     with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
