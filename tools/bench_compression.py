@@ -11,9 +11,8 @@ DATA is the folder of ``criteo_kaggle_110k.tsv.gz``, of ``movielens1m_mf_train.c
 that an interrupted bench goes on. At the end the table of all lines is printed in Markdown.
 
 A method has one number, such as the collisions, and the smallest number is taken at which the tables of a config have
-at most a half, a quarter, ... of the full tables' bytes. *Bytes* are those of training: vectors, stored rows of ids and
-the optimizer's states. Codes are made of the full run of the same seed, and their bytes are those of serving, against
-the full tables' vectors.
+at most a half, a quarter, ... of the full tables' bytes to train: vectors, stored rows of ids and the optimizer's states.
+Codes are made of the full run of the same seed, and their bytes to serve are as much smaller than the full vectors.
 """
 
 import argparse
@@ -242,7 +241,9 @@ def run_job(job: Job, folder: Path) -> list[dict[str, Any]]:
     settings = [f"data.path={folder / problem.dataset}", f"train.seed={job.seed}", *problem.settings, *job.settings]
     config = load_config(problem.config, settings)
     line: dict[str, Any] = {"run": job.name, "problem": job.problem, "method": job.method, "factor": job.factor}
-    line |= {"seed": job.seed, "settings": job.settings, "bytes": training_bytes(config)}
+    line |= {"seed": job.seed, "settings": job.settings}
+    size = describe(config).size
+    line |= {"training_bytes": size.training, "serving_bytes": size.serving}
     with tempfile.TemporaryDirectory() as runs:
         run = Path(runs) / "run"
         with process_group("cpu") as ranks:
@@ -259,7 +260,7 @@ def run_job(job: Job, folder: Path) -> list[dict[str, Any]]:
             run_distembed("compress", run, coded, "--budget", f"{budget}B", "--data-type", "fp16")
             record = json.loads((coded / "run.json").read_text())
             value = json.loads(run_distembed("evaluate", coded, "--json"))[problem.metric]
-            code_line = {"method": CODES, "factor": factor, "bytes": record["embedding_bytes"], "value": value}
+            code_line = {"method": CODES, "factor": factor, "serving_bytes": record["embedding_bytes"], "value": value}
             lines.append(line | code_line)
     return lines
 
@@ -318,7 +319,7 @@ def rows_of(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         runs = [run for run in group if (run["problem"], run["seed"]) in full]
         if not runs:
             continue
-        row = {key: runs[0][key] for key in ("problem", "method", "factor", "bytes")}
+        row = {key: runs[0][key] for key in ("problem", "method", "factor", "training_bytes", "serving_bytes")}
         sign = 1 if PROBLEMS[row["problem"]].is_loss else -1
         losses = [sign * (run["value"] - full[run["problem"], run["seed"]]) for run in runs]
         row |= {"seeds": len(runs), "loss": statistics.mean(losses), "error": deviation(losses) / len(losses) ** 0.5}
@@ -335,13 +336,16 @@ def print_markdown(rows: Sequence[Mapping[str, Any]]) -> None:
     for problem, group in groupby(rows, key=lambda row: row["problem"]):
         of_problem = list(group)
         print(f"\n### {problem}: {PROBLEMS[problem].metric}\n")
-        print("| times smaller | method | bytes | value | loss against full | ms a step | on 8 GPUs | seeds |")
-        print("|---|---|---|---|---|---|---|---|")
+        print(
+            "| times smaller | method | bytes to train | to serve | value | loss against full | ms a step | on 8 GPUs | seeds |"
+        )
+        print("|---|---|---|---|---|---|---|---|---|")
         for factor, of_size in groupby(of_problem, key=lambda row: row["factor"]):
             at_size = sorted(of_size, key=lambda row: row["loss"])
             for row in at_size:
                 name = f"**{row['method']}**" if row is at_size[0] else row["method"]
-                cells = [f"{row['bytes']:,}", f"{row['value']:.4f}", f"{row['loss']:.4f} ± {row['error']:.4f}"]
+                cells = [f"{row['training_bytes']:,}", f"{row['serving_bytes']:,}", f"{row['value']:.4f}"]
+                cells.append(f"{row['loss']:.4f} ± {row['error']:.4f}")
                 cells += ["" if row[key] is None else f"{row[key]:.2f}" for key in ("step_ms", "planned_ms")]
                 print("| " + " | ".join([str(factor), name, *cells, str(row["seeds"])]) + " |")
 
