@@ -10,9 +10,8 @@ DATA is the folder of ``criteo_kaggle_110k.tsv.gz``, of ``movielens1m_mf_train.c
 ``amazon_beauty_sequences.txt.gz``. Each run adds a line to the output, and runs that have a line are not repeated, so
 that an interrupted bench goes on. At the end the table of all lines is printed in Markdown.
 
-A method has one number, such as the collisions, and the smallest number is taken at which the tables of a config have
-at most a half, a quarter, ... of the full tables' bytes to train: vectors, stored rows of ids and the optimizer's states.
-Codes are made of the full run of the same seed, and their bytes to serve are as much smaller than the full vectors.
+A method has one number, such as the collisions, and the smallest number is taken at which tables have at most a half, a
+quarter, ... of the full tables' bytes to train: vectors, stored rows of ids and the optimizer's states. Codes are made of the full run of the same seed, and their bytes to serve are as much smaller than the full vectors.
 """
 
 import argparse
@@ -336,9 +335,7 @@ def print_markdown(rows: Sequence[Mapping[str, Any]]) -> None:
     for problem, group in groupby(rows, key=lambda row: row["problem"]):
         of_problem = list(group)
         print(f"\n### {problem}: {PROBLEMS[problem].metric}\n")
-        print(
-            "| times smaller | method | bytes to train | to serve | value | loss against full | ms a step | on 8 GPUs | seeds |"
-        )
+        print("| times smaller | method | to train | to serve | value | loss | ms a step | on 8 GPUs | seeds |")
         print("|---|---|---|---|---|---|---|---|---|")
         for factor, of_size in groupby(of_problem, key=lambda row: row["factor"]):
             at_size = sorted(of_size, key=lambda row: row["loss"])
