@@ -11,7 +11,8 @@ DATA is the folder of ``criteo_kaggle_110k.tsv.gz``, of ``movielens1m_mf_train.c
 that an interrupted bench goes on. At the end the table of all lines is printed in Markdown.
 
 A method has one number, such as the collisions, and the smallest number is taken at which tables have at most a half, a
-quarter, ... of the full tables' bytes to train: vectors, stored rows of ids and the optimizer's states. Codes are made of the full run of the same seed, and their bytes to serve are as much smaller than the full vectors.
+quarter, ... of the full tables' bytes to train: vectors, stored rows of ids and the optimizer's states. Codes
+are made of the full run of the same seed, and their bytes to serve are as much smaller than the full vectors.
 """
 
 import argparse
