@@ -11,6 +11,7 @@ with stand-ins for values: a module that reads its batches becomes one node of t
 
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -23,6 +24,12 @@ from torch.fx import Proxy
 def is_traced() -> bool:
     """Returns whether torch.compile, torch.export, torch.jit.trace or torch.func runs the code."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._are_functorch_transforms_active()
+
+
+def without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Switches autocast off where it is on; an exported program would keep an unneeded switch."""
+    on = torch.is_autocast_enabled(device_type)
+    return torch.autocast(device_type, enabled=False) if on else nullcontext()
 
 
 def require_in_program(condition: Bool[Tensor, ""], message: str) -> None:

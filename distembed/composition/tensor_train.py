@@ -110,7 +110,12 @@ class TensorTrain(Composition):
         return (range(embedding_dim),) if num_partitions == 1 else None
 
     def compose(self, vectors: Sequence[Float[Tensor, "*batch dim_j"]]) -> Float[Tensor, "*batch dim"]:
-        """Multiplies the slices from left to right; each product has the columns of its factors in row-major order."""
+        """Multiplies the slices from left to right; each product has the columns of its factors in row-major order.
+
+        Under autocast too, products are computed in the dtype of the vectors, as those of other compositions are.
+        """
+        from distembed.base.tracing import without_autocast
+
         first, *further = vectors
         if not further:
             return first
@@ -121,7 +126,8 @@ class TensorTrain(Composition):
         for core, (before, after) in zip(further, pairwise(ranks[1:]), strict=True):
             slices = core.reshape(-1, before, core.shape[-1] // before)
             columns *= core.shape[-1] // (before * after)
-            composed = torch.bmm(composed, slices).view(-1, columns, after)
+            with without_autocast(first.device.type):
+                composed = torch.bmm(composed, slices).view(-1, columns, after)
         return composed.view(*first.shape[:-1], columns)
 
     def num_saved(self, dims: Sequence[int]) -> int:

@@ -16,7 +16,6 @@ outputs; and beyond the outermost centres all numbers have the same vector.
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from distembed.base.errors import UserError
+from distembed.base.tracing import without_autocast
 from distembed.models.config import LARGEST_NUMBER
 
 _SHORT_DEVIATION = 0.01
@@ -70,7 +70,7 @@ class SoftOneHot(nn.Module):
 
     def forward(self, numbers: Float[Tensor, "*rows features"]) -> Float[Tensor, "*rows features dim"]:
         """Returns the vector of each number, in the dtype of the weights."""
-        with _without_autocast(numbers.device.type):
+        with without_autocast(numbers.device.type):
             shares, missing = self._shares(numbers)
             missing_vectors = missing.unsqueeze(2) * self.missing.unsqueeze(1)
             vectors = torch.baddbmm(missing_vectors, shares.transpose(1, 2), self.vectors).transpose(0, 1)
@@ -109,7 +109,7 @@ class SoftOneHotSum(SoftOneHot):
         """Returns the sum of the vectors of each row, in the dtype of the weights."""
         if self.norm is not None:
             return super().forward(numbers).sum(-2)
-        with _without_autocast(numbers.device.type):
+        with without_autocast(numbers.device.type):
             shares, missing = self._shares(numbers)
             sums = self.vectors.flatten(0, 1).t() @ shares.flatten(0, 1) + self.missing.t() @ missing
         return sums.t().reshape(*numbers.shape[:-1], sums.shape[0])
@@ -119,12 +119,6 @@ def start_short(encoder: SoftOneHot) -> None:
     """Draws the vectors of an encoder from N(0, 0.01^2), as short as a table's, to be added to a table's vectors."""
     for vectors in (encoder.vectors, encoder.missing):
         nn.init.normal_(vectors, std=_SHORT_DEVIATION)
-
-
-def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
-    """Switches autocast off where it is on; an exported program would keep an unneeded switch."""
-    on = torch.is_autocast_enabled(device_type)
-    return torch.autocast(device_type, enabled=False) if on else nullcontext()
 
 
 def grid_bins(num_bins: int, low: float, high: float) -> tuple[Float[Tensor, " bins"], Float[Tensor, " bins"]]:

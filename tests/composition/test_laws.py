@@ -101,6 +101,20 @@ def test_composed_mean_and_variance_are_those_asked_for(name: str, k: int, varia
     assert composed.mean().item() / variance**0.5 == pytest.approx(0.0, abs=0.02)
 
 
+@pytest.mark.parametrize("name", COMPOSITIONS)
+def test_under_autocast_vectors_stay_float32(name: str) -> None:
+    """Functions alone are computed in the type of autocast."""
+    torch.manual_seed(0)
+    composition = COMPOSITIONS[name]()
+    weights = drawn_weights(composition, 8, [9, 7], torch.float32)
+    rows = skewed_rows([9, 7], 50)
+    exact = composition.embed(weights, rows)
+    with torch.autocast("cpu", torch.bfloat16):
+        embedded = composition.embed(weights, rows)
+    assert embedded.dtype == torch.float32
+    assert torch.equal(embedded, exact) or name in ("path_linear", "path_mlp")
+
+
 def test_settings_are_keywords_of_the_constructor_with_defaults() -> None:
     for composition in COMPOSITIONS.values():
         chosen = composition().setting_values()
