@@ -164,6 +164,7 @@ def test_where_nothing_helps_it_says_so() -> None:
             marks=pytest.mark.slow,
         ),
         (["embedding.default={partition: remainder, hash_seed: 3}"], cluster("100MB")),
+        (["embedding.default={partition: naive, composition: tensor_train, rank: [4, 8]}"], cluster("100MB")),
     ],
 )
 def test_every_kind_of_table_uses_all_but_a_hundredth(settings: list[str], there_is: Cluster) -> None:

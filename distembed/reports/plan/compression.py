@@ -27,6 +27,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from distembed.base.errors import InsufficientMemory, UserError
+from distembed.composition import COMPOSITIONS
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.schema import CategoricalFeature
 from distembed.data.table.vocabulary import FIRST_ID
@@ -34,6 +35,7 @@ from distembed.embedding import EmbeddingConfig, TableConfig, build_tables, tabl
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.optim.declared import TableOptimizers
 from distembed.optim.table_storage import replicated_storage, whole_table_storage
+from distembed.partitions.settings import setting_names
 from distembed.planning.devices import Cluster
 from distembed.reports.plan.assessment import is_fitting
 from distembed.reports.plan.plannable import ConfiguredModel
@@ -288,9 +290,13 @@ def allocate_buckets(tables: Sequence[CompressibleTable], max_bytes: float) -> B
 def _compressed_settings(config: Config, num_buckets: int | None) -> TableConfig:
     default = config.embedding.default
     scheme = "remainder" if default.partition == "remainder" else "quotient_remainder"
-    # dims of other schemes may be for more partitions
-    dims = default.dims if default.dims is not None and len(default.dims) == 2 else None
-    return dataclasses.replace(default, partition=scheme, num_buckets=num_buckets, collisions=None, dims=dims)
+    composition = COMPOSITIONS[default.composition]
+    chosen = {name: getattr(default, name) for name in setting_names(composition.settings)}
+    try:
+        composition(**chosen).partition_dims(default.embedding_dim, 1 if scheme == "remainder" else 2)
+    except UserError:  # settings for another number of partitions, such as dims of three
+        chosen = dataclasses.asdict(composition.settings())
+    return dataclasses.replace(default, partition=scheme, num_buckets=num_buckets, collisions=None, **chosen)
 
 
 def _whole_tables(buckets: BucketsByTable) -> set[str]:
