@@ -119,9 +119,10 @@ class _RankLookups:
         # where rows are divided, a rank has a share of the ids
         num_row_blocks = first.num_row_blocks
         features = [(table_slice, name) for _, table_slice in group for name in table_slice.table.feature_names]
+        own_ids = [table_slice.table.ids_of(name).num_ids for table_slice, name in features]
         return GroupLoad(
             slices=[table_slice for table_slice, _ in features],
-            possible_ids=[math.ceil(table_slice.table.num_embeddings / num_row_blocks) for table_slice, _ in features],
+            possible_ids=[math.ceil(num_ids / num_row_blocks) for num_ids in own_ids],
             num_ids_per_feature=[num_rows * self._workload.mean_ids([name]) / num_row_blocks for _, name in features],
             multi_hot=[self._workload.has_bags(name) for _, name in features],
             num_rows=num_rows,

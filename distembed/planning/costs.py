@@ -255,7 +255,7 @@ class PlacementCosts:
             len(features),
             num_ids=num_batches * traffic.num_ids / with_rows,
             num_bags=num_batches * traffic.num_bags,
-            possible_ids=-(-table_slice.table.num_embeddings // num_shards),
+            possible_ids=[-(-table_slice.table.ids_of(name).num_ids // num_shards) for name in features],
             is_multi_hot=any(self._workload.has_bags(name) for name in features),
             finds_distinct=self._cluster.device.kind == "cpu",
         )

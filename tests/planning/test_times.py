@@ -328,3 +328,18 @@ def test_ranks_that_share_cores_wait_for_them() -> None:
     least = sum(own.total for own in alone) / 2
     assert [own.total for own in shared] == pytest.approx([max(least, own.total) for own in alone])
     assert [dataclasses.replace(own, waiting=0.0) for own in shared] == alone
+
+
+def test_distinct_ids_are_bounded_by_those_of_the_feature() -> None:
+    """Of two unified tables of equal size, the one with a feature of 10 ids takes less time and memory."""
+    cpu, planned = Cluster(find_device("cpu-256gb"), 1, 2), []
+    for second in (10, NUM_IDS // 2):
+        table = CompositionalEmbeddingBagConfig(
+            "t", NUM_IDS, DIM, ["a", "b"], QUOTIENT, PathMLP(hidden=[64]), first_ids={"a": 0, "b": second}
+        )
+        asked = request([table], cpu, Workload(ROWS, {"a": 9.0, "b": 9.0}))
+        placed = [place_table(table, unit(table, "table_wise", [[0]]), 2, "bags")]
+        time = step_times(placed, PlacementCosts(asked), cpu)[0]
+        planned.append((time.lookup, Step.of(asked, placed).ranks()[0].total_bytes))
+    (few_ms, few_bytes), (many_ms, many_bytes) = planned
+    assert few_ms < many_ms and few_bytes < many_bytes

@@ -91,7 +91,7 @@ def test_more_ids_take_no_less_memory_and_work(
         totals.append(memory.saved_bytes + memory.forward_bytes)
     # from single ids to bags the way of looking up changes
     assert totals[1:] == sorted(totals[1:])
-    few, many = (kind.work(TableLoad(whole, 1, num_ids, ROWS, NUM_IDS, True)) for num_ids in (ROWS, 9 * ROWS))
+    few, many = (kind.work(TableLoad(whole, 1, num_ids, ROWS, [NUM_IDS], True)) for num_ids in (ROWS, 9 * ROWS))
     assert few.moved_bytes <= many.moved_bytes and few.operations <= many.operations
     assert max(few.lookups) <= max(many.lookups)
     assert (few.operations > 0) == composition.startswith("path")

@@ -44,7 +44,7 @@ class TableLoad:
     num_features: int  # number of features that the table looks up
     num_ids: float  # mean number of ids that come to the rank
     num_bags: float  # number of bags that come to the rank
-    possible_ids: int  # number of different ids of a feature that can come to the rank
+    possible_ids: Sequence[int]  # for each feature, number of its different ids that can come to the rank
     is_multi_hot: bool  # whether a row may have more than one id of a feature
     finds_distinct: bool = True  # whether each distinct id is composed once (CPU), or each occurrence (GPU)
 
@@ -54,7 +54,7 @@ class TableLoad:
         features = self.num_features
         if not self.finds_distinct:
             return self.num_ids
-        return features * expected_distinct(self.possible_ids, self.num_ids / features)
+        return sum(expected_distinct(possible, self.num_ids / features) for possible in self.possible_ids)
 
     @property
     def num_vectors(self) -> float:
