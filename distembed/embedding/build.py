@@ -87,7 +87,7 @@ def table_features(features: Sequence[CategoricalFeature], config: EmbeddingConf
         if settings.features is None:
             one_of("embedding.tables", name, own)
             continue
-        if name in own:
+        if any(feature.name == name for feature in features):
             raise UserError(
                 f"embedding.tables.{name} has features, so it is a unified table, and {name!r} is a feature of the "
                 "dataset; give the table another name."

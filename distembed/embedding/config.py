@@ -5,7 +5,7 @@
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
@@ -119,22 +119,22 @@ class CompositionalEmbeddingConfig:
     id_policy: IdPolicy = "error"
     oov_id: int | None = None
     pre_hash: KeyedHash | None = None
-    sse: SSE | Mapping[str, SSE] | None = None
+    sse: SSE | Mapping[str, SSE] | None = field(default=None, hash=False)
     id_dtype: IdDtype = "int64"
     dense_gradient: bool = False
     all_scored: bool = False
     kernel: LookupKernel = "auto"
-    first_ids: Mapping[str, int] | None = None
+    first_ids: Mapping[str, int] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name or "." in self.name:
             raise UserError(f"a table's name is {self.name!r}; give a string of at least one character, without '.'.")
         where = f"table {self.name!r}"
-        for field, remedy in (
+        for size, remedy in (
             ("num_embeddings", "It is the number of distinct ids."),
             ("embedding_dim", "16 is usual for Criteo."),
         ):
-            self._resolve(field, require_positive(f"{where}: {field}", getattr(self, field), remedy))
+            self._resolve(size, require_positive(f"{where}: {size}", getattr(self, size), remedy))
         if isinstance(self.feature_names, str) or not self.feature_names:
             raise UserError(f"{where}: feature_names is {self.feature_names!r}; give a list of one name or more.")
         self._resolve("feature_names", tuple(self.feature_names))
@@ -168,6 +168,7 @@ class CompositionalEmbeddingConfig:
             )
         if self.first_ids is not None:
             self._require_first_ids(self.first_ids, where)
+            self._resolve("first_ids", dict(self.first_ids))
         for feature, rule in self._given_rules():
             if feature not in self.feature_names or not isinstance(rule, SSE):
                 raise UserError(

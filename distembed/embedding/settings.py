@@ -228,6 +228,8 @@ class EmbeddingConfig:
         places += [(name, f"tables.{name}") for name, table in self.tables.items() if table.features is None]
         seen: dict[str, str] = {}
         for feature, place in places:
+            if seen.get(feature) == place:
+                raise ValueError(f"feature {feature!r} is in {place} twice; list it once")
             if feature in seen:
                 raise ValueError(
                     f"feature {feature!r} is in {seen[feature]} and in {place}; a feature has one table: take it out "

@@ -135,6 +135,15 @@ def test_wrong_first_ids_are_refused(settings: dict[str, Any], message: str) -> 
         unified(**settings)
 
 
+def test_a_table_keeps_its_first_ids_and_has_a_hash() -> None:
+    given = dict(FIRST_IDS)
+    table = unified(first_ids=given)
+    given["c"] = 20
+    assert table.first_ids == FIRST_IDS
+    same = unified(partition=table.partition, composition=table.composition)
+    assert table == same and hash(table) == hash(same)
+
+
 def read(text: str) -> EmbeddingConfig:
     return load_config(None, [f"embedding={text}"]).embedding
 
@@ -173,11 +182,12 @@ def test_hashed_features_of_huge_ids_get_equal_shares() -> None:
         ("{tables: {store: {features: [a, d]}}}", r"embedding\.tables\.store\.features is 'd', which is not known"),
         ("{tables: {store: {features: [a, bs]}}}", r"embedding\.tables\.store\.features is 'bs', which is not known"),
         ("{tables: {store: {features: [a]}, y: {features: [b, a]}}}", r"'a' is in tables\.store\.features and in .*y"),
-        ("{tables: {store: {features: [a, a]}}}", r"'a' is in tables\.store\.features and in tables\.store\.features"),
+        ("{tables: {store: {features: [a, a]}}}", r"'a' is in tables\.store\.features twice"),
         ("{tables: {store: {features: [a]}, a: {}}}", r"'a' is in tables\.store\.features and in tables\.a"),
         ("{tables: {store: {features: []}}}", r"tables\.store\.features is empty; name the features"),
         ("{default: {features: [a]}}", r"default\.features is a; .*tables\.unified\.features"),
         ("{tables: {b: {features: [a]}}}", r"tables\.b has features.*give the table another name"),
+        ("{tables: {bs: {features: [a, b]}}}", r"tables\.bs has features.*give the table another name"),
         ("{tables: {store: {features: [a], embedding_dim: 4}}}", r"embedding_dim of table 'store' is 4"),
     ],
 )
