@@ -187,6 +187,11 @@ class CompositionalEmbeddingConfig:
                     f"{self.num_embeddings}: more than any machines hold. Lower embedding_dim, or compress it further "
                     "(collisions, num_partitions), or hash its ids into fewer."
                 )
+        if self.scheme.assignment_bytes > MAX_TABLE_BYTES:
+            raise UserError(
+                f"{where} would store rows of num_embeddings={self.num_embeddings:,} ids in "
+                f"{self.scheme.assignment_bytes:,} bytes: more than any machines hold. Hash its ids into fewer."
+            )
 
     def _require_first_ids(self, first_ids: object, where: str) -> None:
         """Raises a :class:`UserError` unless every feature has a first id, of a feature with room for ``oov_id``."""

@@ -134,9 +134,11 @@ class ModelInputs:
         return CompositionalEmbeddingCollection(tables, device="meta")
 
     def _choose_tables(self, features: Sequence[str] | None, suffix: str) -> list[CompositionalEmbeddingBagConfig]:
-        """Returns the tables of the features, with the suffix added to their names."""
+        """Returns the tables of the features; with a suffix, tables of longer names with partitions of their own."""
         tables = list(self.tables.values()) if features is None else [self.table(name) for name in features]
-        return [replace(table, name=table.name + suffix) for table in tables] if suffix else tables
+        if not suffix:
+            return tables
+        return [replace(own, name=own.name + suffix, partition=own.scheme.unshared()) for own in tables]
 
 
 def _require_own_table(feature: str, table: str) -> None:

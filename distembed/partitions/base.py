@@ -67,6 +67,10 @@ class Partition(ABC):
         """Returns the scheme of the table of this name: the scheme itself, unless rows depend on the name."""
         return self
 
+    def unshared(self) -> Self:
+        """Returns an equal scheme for another table: a copy if training changes the scheme, else the scheme itself."""
+        return self
+
     def __eq__(self, other: object) -> bool:
         """Returns whether another scheme is of the same class and was made with the same numbers."""
         if type(self) is not type(other):

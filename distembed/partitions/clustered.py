@@ -17,10 +17,11 @@ ids at random; but the number of ids is bounded by memory, and no kernel looks t
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from jaxtyping import Int64
@@ -64,6 +65,9 @@ class Clustered(MultiHash):
             )
         self.num_stored = -(-len(self.num_rows) // 2)
         self._copies: dict[torch.device, dict[str, Tensor]] = {}
+
+    def unshared(self) -> Self:
+        return copy.deepcopy(self)
 
     @cached_property
     def state(self) -> dict[str, Tensor]:
@@ -139,6 +143,10 @@ class Clustered(MultiHash):
         named = [f"a_{j}[x]" if j <= self.num_stored else f"h_{j}(x)" for j in range(1, len(self.num_rows) + 1)]
         equations = [f"p_{j}(x) = {rule} of {self.num_rows[j - 1]} rows" for j, rule in enumerate(named, start=1)]
         return f"{', '.join(equations)}, keyed at first by {self.hash_key or ''!r} (not complementary)"
+
+    def is_complementary(self) -> bool:
+        """Returns False: each clustering changes rows, so that nothing is proved."""
+        return False
 
     @classmethod
     def constants(cls, partitions: Sequence[Partition]) -> None:

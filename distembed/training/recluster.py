@@ -31,13 +31,19 @@ def clustered_tables(model: nn.Module) -> list[CompositionalEmbeddingConfig]:
     """Returns the tables of a model that can be re-clustered.
 
     Raises:
-        UserError: There are none, or a table has another composition than ``concat_sum``.
+        UserError: There are none, or a table has another composition than ``concat_sum``, or two share a partition.
     """
     tables = [table for _, table in compositional_tables(model) if isinstance(table.scheme, Clustered)]
     if not tables:
         raise UserError("train.recluster is set, but no table has the partition clustered; leave it out.")
     for table in tables:
         require_clustered(table)
+        others = [other.name for other in tables if other is not table and other.scheme is table.scheme]
+        if others:
+            raise UserError(
+                f"tables {table.name!r} and {others[0]!r} have one Partition object, whose rows a clustering of either "
+                "would change: give each table a Clustered of its own (ModelInputs does so for a suffix)."
+            )
     return tables
 
 

@@ -95,6 +95,17 @@ def test_candidates_are_scored_by_the_table_of_outputs(config: Any, tied: bool) 
     assert num_tables == (1 if tied else 2)
 
 
+def test_clusters_of_the_table_of_outputs_leave_the_table_of_items() -> None:
+    table = TableConfig(embedding_dim=DIM, partition="clustered", composition="concat_sum", num_buckets=3, threshold=1)
+    model = SASRecConfig(tied=False).build(make_inputs(table=table))
+    (items,), (outputs,) = (own.tables() for own in (model.embeddings, model.outputs))
+    ids = torch.arange(20)
+    before = items.scheme.rows(ids)
+    assert torch.equal(outputs.scheme.rows(ids), before)
+    outputs.scheme.reassign([torch.zeros(20, dtype=torch.int64)] * outputs.scheme.num_stored)
+    assert torch.equal(items.scheme.rows(ids), before) and not torch.equal(outputs.scheme.rows(ids), before)
+
+
 def test_hstu_takes_times() -> None:
     model = HSTUConfig(dropout=0.0, times="hour").build(make_inputs())
     for parameter in model.network.states.layers.parameters():

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from distembed.base.errors import UserError
+from distembed.embedding import CompositionalEmbeddingConfig
 from distembed.partitions import Clustered, MultiHash
 
 
@@ -26,6 +27,7 @@ def test_it_starts_as_hashes_and_stores_what_it_is_given(sizes: dict[str, object
         if n == 3000 and bound > 2:  # new hashes: about n / bound ids keep their row
             assert int((row == old).sum()) < 2 * n / bound + 30
     assert (scheme.description, scheme.assignment_bytes) == (description, num_bytes)
+    assert not scheme.is_complementary() and "(not complementary)" in scheme.description
     assert num_bytes == sum(tensor.nbytes for tensor in scheme.state.values())
 
 
@@ -54,3 +56,8 @@ def test_hashes_spread_evenly_after_every_draw() -> None:
 def test_rows_that_the_hash_does_not_reach_are_refused() -> None:
     with pytest.raises(UserError, match=r"has a partition of 2147483649 rows; give at most 2\^31"):
         Clustered(10, num_buckets=2**31 + 1)
+
+
+def test_more_stored_rows_than_machines_hold_are_refused() -> None:
+    with pytest.raises(UserError, match="'t' would store rows of num_embeddings=4,611,686,018,427,387,904 ids in 2,3"):
+        CompositionalEmbeddingConfig("t", 2**62, 8, ["f"], Clustered(2**62, num_buckets=10), "concat_sum")
