@@ -13,9 +13,11 @@ point may have to take the nearest that has room. Points that would lose most by
 with the next nearest centroid c', go first. The bound is one of points, not of weights: a single popular id may weigh
 more than all others.
 
-Of more than :data:`MOST_POINTS` points, a sample is clustered, drawn in proportion to the weights, and all points take
-part in one last turn. Own code, as scikit-learn's ``KMeans`` is no dependency of the product, runs on no GPU, and takes
-its random numbers from a state that changes between versions.
+Of more than :data:`MOST_POINTS` points, a sample is clustered, drawn in proportion to the weights. Centroids that the
+sample lacks, whose distinct points may be few, are drawn from all points at once, in proportion to weight times squared
+distance (as in k-means||, Bahmani et al., VLDB 2012). All points take part in one last turn. Own code, as
+scikit-learn's ``KMeans`` is no dependency of the product, runs on no GPU, and takes its random numbers from a state
+that changes between versions.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ from distembed.partitions.base import require_positive
 MOST_POINTS = 1 << 16
 _DISTANCES_AT_ONCE = 1 << 22
 _LEAST_GAIN = 1e-4
+_MOST_FILLS = 5
+"""Draws of missing centroids, each of as many points as are missing; equal points are drawn again."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,9 @@ def k_means(
     sampled, counts = drawn.unique(return_counts=True)
     sample, counts = points[sampled], counts.double()
     centroids, _ = _first_centroids(sample, counts, num_clusters, generator)
-    return _improved(points, weights, _improved(sample, counts, centroids, most_turns, balance).centroids, 1, balance)
+    centroids = _improved(sample, counts, centroids, most_turns, balance).centroids
+    centroids = _filled(points, weights, centroids, num_clusters, generator)
+    return _improved(points, weights, centroids, 1, balance)
 
 
 def require_balance(field: str, balance: float | None) -> None:
@@ -222,6 +228,26 @@ def _first_centroids(
         if not bool(squares.any()):
             break
     return torch.stack(chosen), not bool(squares.any())
+
+
+def _filled(
+    points: Float[Tensor, "points dim"],
+    weights: Float[Tensor, " points"],
+    centroids: Float[Tensor, "found dim"],
+    k: int,
+    generator: torch.Generator,
+) -> Float[Tensor, "k dim"]:
+    """Returns k centroids: the given ones and points drawn by weighted error; fewer where there are few points."""
+    for _ in range(_MOST_FILLS):
+        if len(centroids) >= k:
+            break
+        errors = (weights * assign(points, centroids)[1]).cpu()
+        # the points of the earliest arrivals at rates of their errors are a draw without replacement
+        arrivals = torch.empty_like(errors).exponential_(generator=generator) / errors
+        count = min(k - len(centroids), int(errors.count_nonzero()))
+        drawn = arrivals.topk(count, largest=False).indices.sort().values.to(points.device)
+        centroids = torch.cat([centroids, points[drawn].double().unique(dim=0)])
+    return centroids
 
 
 def _draw(weights: Float[Tensor, " points"], count: int, generator: torch.Generator) -> Int64[Tensor, " count"]:

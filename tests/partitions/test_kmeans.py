@@ -126,3 +126,15 @@ def test_the_points_that_lose_most_take_the_room(monkeypatch: pytest.MonkeyPatch
 def test_a_bound_below_the_mean_is_refused() -> None:
     with pytest.raises(UserError, match="balance is 0.5; give 1 or more"):
         k_means(*drawn(3), 2, balance=0.5)
+
+
+def test_rare_points_get_centroids_though_the_sample_has_few_distinct_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kmeans, "MOST_POINTS", 400)
+    points = torch.randn(1500, 3, generator=torch.Generator().manual_seed(0))
+    points[1300:] = points[1100:1300]  # equal points share a centroid
+    weights = torch.full((1500,), 1e-6)
+    weights[:50] = 1.0  # of which the sample consists
+    clusters = k_means(points, weights, 300)
+    assert len(clusters.codes.unique()) == 300
+    assert clusters.distortion == pytest.approx(distortion(points, weights.double(), clusters.centroids), rel=1e-9)
+    assert k_means(points, weights, 1500).distortion == pytest.approx(0, abs=1e-12)
