@@ -139,7 +139,7 @@ def check_one_collection(rank: int, world_size: int) -> None:
             if sharder.module_type is CompositionalEmbeddingBagCollection:
                 whole = CompositionalEmbeddingBagCollection(summed_tables())
             require_same_vectors(shard(copy.deepcopy(whole), generate, sharder=sharder), whole, features)
-    columns = [own for own in tables() if own.name in "ab"]
+    columns = [own for own in tables() if own.name in ("a", "b")]
     whole = CompositionalEmbeddingBagCollection(columns)
     placed = column_wise(ranks=[0, world_size - 1])
     sharded = shard(CompositionalEmbeddingBagCollection(columns), placed, sharder=sharder)
