@@ -245,6 +245,14 @@ class Collectives:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
+    def gather_on_first(self, value: T) -> list[T] | None:
+        """Returns each rank's value on rank 0, and None on other ranks; all ranks call it."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+        dist.gather_object(value, values, dst=0, group=self.group)
+        return values
+
     def gather_counts(self, count: int) -> list[int]:
         """Returns each rank's count, on every rank, in one collective of a gloo group; all ranks call it."""
         counts = torch.zeros(self.world_size, dtype=torch.int64)

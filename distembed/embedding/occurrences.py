@@ -23,21 +23,26 @@ _UNSEEN_WEIGHT = 1e-3
 
 
 def id_occurrences(
-    dataset: str, manifest: Manifest, schema: Schema, tables: list[CompositionalEmbeddingConfig]
+    dataset: str,
+    manifest: Manifest,
+    schema: Schema,
+    tables: list[CompositionalEmbeddingConfig],
+    split: str = TRAIN,
 ) -> dict[str, Tensor]:
     """Returns how often each id occurs in training, by table name, from the counts in a dataset's vocabularies.
 
-    Vocabularies of interactions count all splits, and an applied vocabulary counts another dataset: the ids in the
-    training split's files are counted there, where these are on this machine. Missing and unknown values occur as often
-    as the manifest counts rows without a value and rows of dropped values; an empty list looks no id up. A unified
-    table has the counts of its features, one after another. Tables that hash their ids, or have another number of ids
-    than the vocabularies, are left out.
+    Vocabularies count the split ``train``, those of interactions all splits, and an applied vocabulary counts another
+    dataset: the ids in the training split's files are counted otherwise, where these files exist. Missing and unknown
+    values occur as often as the manifest counts rows without a value and rows of dropped values; an empty list looks
+    no id up. A unified table has the counts of its features, one after another. Tables that hash their ids, or have
+    another number of ids than the vocabularies, are left out.
 
     Args:
         dataset: The folder of the dataset.
-        manifest: Its manifest, with the training split ``train``.
+        manifest: Its manifest.
         schema: The columns of batches: the dataset's and the task's, whose features may have the ids of others.
         tables: The tables.
+        split: The training split.
     """
     features = {feature.name: feature for feature in schema.categorical}
     occurrences = {}
@@ -48,7 +53,7 @@ def id_occurrences(
         if table.pre_hash is not None or not owners.keys() <= manifest.vocabularies.keys():
             continue
         counts = [
-            _counts(dataset, manifest, owner, [feature for feature in own if feature.table_name == owner])
+            _counts(dataset, manifest, owner, [feature for feature in own if feature.table_name == owner], split)
             for owner in owners
         ]
         if sum(map(len, counts)) == table.num_embeddings:
@@ -57,12 +62,13 @@ def id_occurrences(
 
 
 def _counts(
-    dataset: str, manifest: Manifest, owner: str, features: Sequence[CategoricalFeature]
+    dataset: str, manifest: Manifest, owner: str, features: Sequence[CategoricalFeature], split: str
 ) -> Int64[Tensor, " ids"]:
     """Returns how often each id of the vocabulary of ``owner`` occurs in training, in the features that have it."""
     vocabulary = manifest.vocabularies[owner]
-    if manifest.preparation.get("source") == INTERACTIONS or vocabulary.rows_dropped_by_split is not None:
-        files = [Path(dataset) / file.path for file in manifest.splits[TRAIN].files] if TRAIN in manifest.splits else []
+    is_applied = vocabulary.rows_dropped_by_split is not None
+    if split != TRAIN or is_applied or manifest.preparation.get("source") == INTERACTIONS:
+        files = [Path(dataset) / file.path for file in manifest.splits[split].files] if split in manifest.splits else []
         if files and all(file.is_file() for file in files):
             columns = [own for own in manifest.schema.categorical if own.table_name == owner]
             return _ids_in_files(files, columns, FIRST_ID + vocabulary.num_ids)

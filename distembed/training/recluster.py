@@ -1,23 +1,22 @@
 """Re-clusters the ``clustered`` tables of a run between two steps, on the ranks that hold them.
 
-Table by table, every rank gets the whole weights and optimizer states of the partitions, rank 0 clusters the vectors of
-all ids (:mod:`distembed.embedding.recluster`), and every rank takes its shards of the result. So memory holds one
-compressed table more on each rank, and on rank 0 one block of columns of a full table.
+Table by table, rank 0 gathers the weights and optimizer states of the partitions, clusters the vectors of all ids
+(:mod:`distembed.embedding.recluster`), and sends each rank its shards of the result. So host memory holds copies of a
+table's shards on each rank, and on rank 0 the table with its states once for each of these steps (for each rank, where
+the table is replicated) and one block of columns of a full table.
 
 The result depends on the weights, the counts of ids and the seed alone, and is part of the step: a checkpoint of the
 step is made afterwards, and a run that was killed meanwhile clusters again.
 """
 
-from collections.abc import Mapping
-from functools import partial
-from itertools import chain
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torchrec.optim.keyed import KeyedOptimizer
 
 from distembed.base.errors import UserError
-from distembed.base.ranks import Collectives, Ranks
+from distembed.base.ranks import Collectives
 from distembed.checkpoints.content import compositional_tables, live_states, live_weights
 from distembed.checkpoints.shards import TensorShards
 from distembed.embedding.config import CompositionalEmbeddingConfig
@@ -49,30 +48,66 @@ def clustered_tables(model: nn.Module) -> list[CompositionalEmbeddingConfig]:
 
 @torch.no_grad()
 def recluster_tables(
-    model: nn.Module, optimizer: KeyedOptimizer, counts: Mapping[str, Tensor], seed: int, ranks: Ranks
+    model: nn.Module,
+    optimizer: KeyedOptimizer,
+    counts: Callable[[], Mapping[str, Tensor]],
+    seed: int,
+    collectives: Collectives,
+    device: torch.device,
 ) -> None:
     """Re-clusters all clustered tables of a sharded model, between two steps; all ranks call it.
 
     Args:
         model: The model.
         optimizer: The optimizer of its parameters.
-        counts: How often each id occurs, by table; tables without counts weigh ids alike. Read on rank 0 alone.
+        counts: Returns how often each id occurs, by table; tables without counts weigh ids alike. Called on rank 0
+            alone, and its error is raised on all ranks.
         seed: The seed of k-means.
-        ranks: This rank among all.
+        collectives: All ranks, in a gloo group whose timeout is longer than a clustering.
+        device: The device of k-means.
     """
     weights = live_weights(model)
-    live, collectives = {**weights, **live_states(optimizer, weights)}, Collectives()
-    for table in clustered_tables(model):
-        parts = [_of_part(live, f".{part.name}.weight") for part in table.partition_tables()]
-        whole = [_whole(own, collectives) for own in parts]
-        found = collectives.on_first(partial(_clusters, table, whole, counts.get(table.name), seed, ranks.device))
-        assert isinstance(table.scheme, Clustered)
-        table.scheme.reassign(list(found.rows))
-        for own, values in zip(parts, found.values, strict=True):
-            for name, shards in own.items():
-                for shard in shards.shards:
-                    shard.tensor.copy_(values[name][_place(shard.offsets, shard.tensor)])
+    live = {**weights, **live_states(optimizer, weights)}
+    for path, table in compositional_tables(model):
+        if isinstance(table.scheme, Clustered):
+            module = path.removesuffix(table.name)
+            parts = [_of_part(live, module, part.name) for part in table.partition_tables()]
+            _recluster_table(table, parts, counts, seed, collectives, device)
     forget_copies(model)
+
+
+def _recluster_table(
+    table: CompositionalEmbeddingConfig,
+    parts: list[dict[str, TensorShards]],
+    counts: Callable[[], Mapping[str, Tensor]],
+    seed: int,
+    collectives: Collectives,
+    device: torch.device,
+) -> None:
+    gathered = collectives.gather_on_first([_sent(own, collectives.rank) for own in parts])
+    shares: list[list[list[Tensor]]] = []
+
+    def cluster() -> Tensor:
+        assert gathered is not None
+        whole = [_whole(own, [sent[part] for sent in gathered]) for part, own in enumerate(parts)]
+        found = _clusters(table, whole, counts().get(table.name), seed, device)
+        for sent in gathered:
+            shares.append(
+                [
+                    [values[name][place].clone() for name, place, _ in own]
+                    for values, own in zip(found.values, sent, strict=True)
+                ]
+            )
+        return found.rows
+
+    rows = collectives.on_first(cluster)
+    received = collectives.scatter(shares or None)
+    assert isinstance(table.scheme, Clustered)
+    table.scheme.reassign(list(rows))
+    for own, values in zip(parts, received, strict=True):
+        live = [shard.tensor for shards in own.values() for shard in shards.shards]
+        for tensor, value in zip(live, values, strict=True):
+            tensor.copy_(value)
 
 
 def _clusters(
@@ -87,28 +122,35 @@ def _clusters(
     return recluster(table, weights, whole, of_ids, seed, device)
 
 
-def _of_part(live: Mapping[str, TensorShards], suffix: str) -> dict[str, TensorShards]:
+def _of_part(live: Mapping[str, TensorShards], module: str, part: str) -> dict[str, TensorShards]:
     """Returns the live weight of a partition, as ``weight``, and its states with a number for each row or weight."""
-    (name,) = [name for name in live if name.endswith(suffix)]
+    (name,) = [name for name in live if name.startswith(module) and name.endswith(f".{part}.weight")]
     own = {key.removeprefix(f"{name}."): shards for key, shards in live.items() if key.startswith(f"{name}.")}
     num_rows = live[name].size[0]
     return {"weight": live[name], **{key: shards for key, shards in own.items() if shards.size[0] == num_rows}}
 
 
-def _whole(own: Mapping[str, TensorShards], collectives: Collectives) -> dict[str, Tensor]:
-    """Returns tensors of all ranks' shards, on the CPU; all ranks call it."""
-    sent = [  # clones: a view would be sent with all tables of its storage
-        (name, shards.size, shards.dtype, [(shard.offsets, shard.tensor.cpu().clone()) for shard in shards.shards])
+_Piece = tuple[str, tuple[slice, ...], Tensor | None]
+"""The name of a weight or state, the place of a shard, and its values; None where rank 0 has these itself."""
+
+
+def _sent(own: Mapping[str, TensorShards], rank: int) -> list[_Piece]:
+    """Returns this rank's shards of a partition, on the CPU."""
+    return [  # clones: a view would be sent with all tables of its storage
+        (
+            name,
+            tuple(slice(at, at + size) for at, size in zip(shard.offsets, shard.tensor.shape, strict=True)),
+            None if shards.replicated and rank else shard.tensor.cpu().clone(),
+        )
         for name, shards in own.items()
-        if collectives.rank == 0 or not shards.replicated
+        for shard in shards.shards
     ]
-    whole: dict[str, Tensor] = {}
-    for name, size, dtype, pieces in chain.from_iterable(collectives.gather(sent)):
-        values = whole.setdefault(name, torch.empty(size, dtype=dtype))
-        for offsets, piece in pieces:
-            values[_place(offsets, piece)] = piece
+
+
+def _whole(own: Mapping[str, TensorShards], sent: Sequence[list[_Piece]]) -> dict[str, Tensor]:
+    """Returns whole tensors, of the shards that all ranks sent."""
+    whole = {name: torch.empty(shards.size, dtype=shards.dtype) for name, shards in own.items()}
+    for name, place, values in (piece for pieces in sent for piece in pieces):
+        if values is not None:
+            whole[name][place] = values
     return whole
-
-
-def _place(offsets: tuple[int, ...], piece: Tensor) -> tuple[slice, ...]:
-    return tuple(slice(start, start + size) for start, size in zip(offsets, piece.shape, strict=True))

@@ -8,7 +8,7 @@ is part of the training state, so that a resumed run stops where it would have s
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -149,6 +149,37 @@ class DueSteps:
     def clustering(self, step: int) -> bool:
         """Whether tables are re-clustered at the end of a step."""
         return self.train.recluster is not None and self.train.recluster.is_due(step)
+
+    def require_clusterings(self) -> None:
+        """Raises a :class:`UserError` if ``train.recluster`` is set and is due after no step."""
+        recluster = self.train.recluster
+        if recluster is not None and not self._clusterings:
+            raise UserError(
+                f"train.recluster never clusters: every is {recluster.every}, until is {recluster.until}, and the run "
+                f"has {self.num_steps} steps; lower every to at most the others, or leave train.recluster out."
+            )
+
+    def notes_on_clusterings(self) -> Iterator[str]:
+        """Yields a line for a clustering after which the run does not train, or is evaluated at once."""
+        if self.num_steps in self._clusterings:
+            yield (
+                f"note: tables are re-clustered after the last step, {self.num_steps}, and end as bare centroids; set "
+                "train.recluster.until to an earlier step"
+            )
+        both = next((step for step in self._clusterings if self.evaluation(step)), None)
+        if both is not None:
+            yield (
+                f"note: step {both} ends with a clustering, and its evaluation is of bare centroids; choose "
+                "train.recluster.every and train.evaluate_every without common steps"
+            )
+
+    @property
+    def _clusterings(self) -> range:
+        """The steps after which tables are re-clustered."""
+        if self.train.recluster is None:
+            return range(0)
+        every, until = self.train.recluster.every, self.train.recluster.until
+        return range(every, min(self.num_steps, until or self.num_steps) + 1, every)
 
     def next_step(self, step: int) -> int:
         """Returns the step after which something is due next."""

@@ -108,10 +108,13 @@ class Trainer:
             require_comparable(self._state.task.headline)
         if config.train.recluster is not None:
             clustered_tables(self._state.model)  # refuses a model without them
+            self._due.require_clusterings()
+            self._on_hosts = Collectives.in_own_group()
         self._step = 0
         self._samples = 0
         self._best = BestEvaluation()
         self._evaluated_step: int | None = None
+        self._id_counts: dict[str, Tensor] | None = None
         self._seconds = 0.0
         self._num_in_flight = 0
         self.unreadable: dict[str, str] = {}
@@ -284,10 +287,15 @@ class Trainer:
         config, manifest, state = self._config, self._start.manifest, self._state
         started = time.perf_counter()
         with self._window.pause():
-            tables, counts = clustered_tables(state.model), {}
-            if self._ranks.is_first:
-                counts = id_occurrences(self._dataset, manifest, batch_schema(config.task, manifest.schema), tables)
-            recluster_tables(state.model, state.optimizers.combined, counts, config.train.seed, self._ranks)
+            tables, schema = clustered_tables(state.model), batch_schema(config.task, manifest.schema)
+
+            def counts() -> dict[str, Tensor]:
+                if self._id_counts is None:
+                    self._id_counts = id_occurrences(self._dataset, manifest, schema, tables, config.data.train)
+                return self._id_counts
+
+            optimizer, device = state.optimizers.combined, self._ranks.device
+            recluster_tables(state.model, optimizer, counts, config.train.seed, self._on_hosts, device)
         seconds = time.perf_counter() - started
         self._progress.say(f"step {self._step}/{self.num_steps}  re-clustered {len(tables)} tables in {seconds:.1f} s")
 
@@ -432,7 +440,7 @@ class Trainer:
             f"{begin} {self.num_steps} steps of {self._config.train.batch_size} rows on {where} in {self.precision}; "
             f"run folder {self._folder.path}"
         )
-        for line in _start_lines(self._start, self._state):
+        for line in (*_start_lines(self._start, self._state), *self._due.notes_on_clusterings()):
             self._progress.say(line)
 
     def _shown(self, values: Mapping[str, Any]) -> str:

@@ -170,6 +170,7 @@ def test_a_run_is_used_with_the_clusters_of_its_checkpoint(
     assert again["logloss"] == pytest.approx(evaluation["logloss"], rel=1e-6)
     call("export", run, "--output", tmp_path / "model")  # which holds scores against the run's
     call("convert", run, "embedding.default.partition=naive", "--output", tmp_path / "full")
+    assert yaml.safe_load((tmp_path / "full" / "config.yaml").read_text())["train"]["recluster"] is None
     full = json.loads(distembed("evaluate", tmp_path / "full", "--json").stdout)
     assert full["logloss"] == pytest.approx(evaluation["logloss"], rel=1e-5)
     # a run that starts from it has its clusters
@@ -191,6 +192,7 @@ def test_what_is_described_counts_the_stored_rows_and_what_cannot_be_clustered_i
     for more, problem in (
         ("embedding.default.composition=product", "composition 'product', which cannot be clustered.*concat_sum"),
         ("embedding.default.partition=multi_hash", "no table has the partition clustered"),
+        ("train.recluster.until=9", "never clusters: every is 10, until is 9, and the run has 35 steps"),
     ):
         with pytest.raises(UserError, match=problem):
             call("train", config, *OVERRIDES, more, "--run-dir", tmp_path / "run")

@@ -165,7 +165,7 @@ class _Coder:
         self.groups = [_Group(name, own) for name, own in groups.items()]
         self._dataset, self._manifest = whole_dataset(run, run.config)
         own_tables = [table for _, table in tables.values()]
-        self._counts = id_occurrences(self._dataset, self._manifest, schema, own_tables)
+        self._counts = id_occurrences(self._dataset, self._manifest, schema, own_tables, run.config.data.train)
         self._weights = IdWeights(self._source, [own.tables for own in self.groups], self._counts, run.manifest)
         self._centroids: dict[tuple[str, CodeShape], list[torch.Tensor]] = {}
         self._device = choose_device(options.device, 0)

@@ -36,6 +36,7 @@ from distembed.embedding.tables import CompositionalTables
 from distembed.models import Model
 from distembed.optim.kinds import OPTIMIZERS, NumberPer
 from distembed.optim.optimizers import table_parameters
+from distembed.partitions import Clustered
 from distembed.serving.convert.models import from_stock, full_table_names
 from distembed.serving.convert.run_source import RunAsStock
 from distembed.serving.convert.tables import FitError, carried_sums
@@ -162,7 +163,9 @@ def write_converted(
     blueprint = Blueprint.for_ranks(config, manifest.schema, ranks, {})
     model = _on_cpu(blueprint.build_unsharded())
     tables = [table for _, table in full_table_names(embedding_modules(model)).values()]
-    counts = id_occurrences(dataset, manifest, batch_schema(task, manifest.schema), tables)
+    if not any(isinstance(table.scheme, Clustered) for table in tables):
+        config = dataclasses.replace(config, train=dataclasses.replace(config.train, recluster=None))
+    counts = id_occurrences(dataset, manifest, batch_schema(task, manifest.schema), tables, config.data.train)
     errors = from_stock(model, source, counts, names, _kept_weights(model, source, new.kept))
     states = _optimizer_states(model, config, source, new.kept)
     info = run_info(config, RunStart(config, output, manifest, {}, uuid.uuid4().hex, seen_items=seen_items))
