@@ -9,7 +9,8 @@ The result depends on the weights, the counts of ids and the seed alone, and is 
 step is made afterwards, and a run that was killed meanwhile clusters again.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -89,12 +90,12 @@ def _recluster_table(
 
     def cluster() -> Tensor:
         assert gathered is not None
-        whole = [_whole(own, [sent[part] for sent in gathered]) for part, own in enumerate(parts)]
+        whole = [_whole(sent[part] for sent in gathered) for part in range(len(parts))]
         found = _clusters(table, whole, counts().get(table.name), seed, device)
         for sent in gathered:
             shares.append(
                 [
-                    [values[name][place].clone() for name, place, _ in own]
+                    [values[name][place].clone() for name, _, place, _ in own]
                     for values, own in zip(found.values, sent, strict=True)
                 ]
             )
@@ -130,8 +131,8 @@ def _of_part(live: Mapping[str, TensorShards], module: str, part: str) -> dict[s
     return {"weight": live[name], **{key: shards for key, shards in own.items() if shards.size[0] == num_rows}}
 
 
-_Piece = tuple[str, tuple[slice, ...], Tensor | None]
-"""The name of a weight or state, the place of a shard, and its values; None where rank 0 has these itself."""
+_Piece = tuple[str, tuple[torch.Size, torch.dtype], tuple[slice, ...], Tensor | None]
+"""A weight's or state's name, size and dtype, the place of a shard, and its values; None where rank 0 has them too."""
 
 
 def _sent(own: Mapping[str, TensorShards], rank: int) -> list[_Piece]:
@@ -139,6 +140,7 @@ def _sent(own: Mapping[str, TensorShards], rank: int) -> list[_Piece]:
     return [  # clones: a view would be sent with all tables of its storage
         (
             name,
+            (shards.size, shards.dtype),
             tuple(slice(at, at + size) for at, size in zip(shard.offsets, shard.tensor.shape, strict=True)),
             None if shards.replicated and rank else shard.tensor.cpu().clone(),
         )
@@ -147,10 +149,10 @@ def _sent(own: Mapping[str, TensorShards], rank: int) -> list[_Piece]:
     ]
 
 
-def _whole(own: Mapping[str, TensorShards], sent: Sequence[list[_Piece]]) -> dict[str, Tensor]:
-    """Returns whole tensors, of the shards that all ranks sent."""
-    whole = {name: torch.empty(shards.size, dtype=shards.dtype) for name, shards in own.items()}
-    for name, place, values in (piece for pieces in sent for piece in pieces):
+def _whole(sent: Iterable[list[_Piece]]) -> dict[str, Tensor]:
+    """Returns whole tensors, of the shards that all ranks sent; a rank without shards names no states."""
+    whole: dict[str, Tensor] = {}
+    for name, (size, dtype), place, values in chain.from_iterable(sent):
         if values is not None:
-            whole[name][place] = values
+            whole.setdefault(name, torch.empty(size, dtype=dtype))[place] = values
     return whole
