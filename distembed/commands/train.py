@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from distembed.base.errors import UserError
 from distembed.commands.shared import ConfigArgument, OverridesArgument, console, note, say
 
 if TYPE_CHECKING:
@@ -239,7 +240,14 @@ def compress_command(
     from distembed.serving.convert.code_options import CodeOptions
     from distembed.serving.convert.code_run import compress_to_codes
 
-    files = dict(pair("--features", text, "TABLE=FILE", "item=items.parquet") for text in features or [])
+    files: dict[str, str] = {}
+    for text in features or []:
+        table, file = pair("--features", text, "TABLE=FILE", "item=items.parquet")
+        if table in files:
+            raise UserError(
+                f"--features {table} is given twice, as {files[table]} and {file}; join the files into one."
+            )
+        files[table] = file
     # CodeOptions checks the choices
     chosen, numbers = cast("SchemeChoice", scheme), cast("DataTypeChoice | None", data_type)
     options = CodeOptions(
@@ -266,7 +274,8 @@ def compress_command(
         tables = ", ".join(coded.without_states)
         note(f"the optimizer states of {tables} begin at 0: training that goes on needs a low learning rate at first.")
     console.print(error_table(coded.errors, coded.codes_of))
-    say(f"tables: {format_bytes(coded.table_bytes)} with codes, {coded.compression:.1f}x less than full ones")
+    ratio = f"{coded.serving_compression:.1f}x less to serve than full ones"
+    say(f"tables: {format_bytes(coded.table_bytes)} with codes, {ratio}")
     if coded.metric is not None:
         metric = coded.metric
         say(f"{metric.split}: {metric.name} {metric.after:.6f}, before {metric.before:.6f}")

@@ -16,7 +16,7 @@ from distembed.base.validation import MAX_TABLE_BYTES
 from distembed.composition import COMPOSITIONS, Composition
 from distembed.embedding.initialization import SeededInit
 from distembed.embedding.settings import ID_POLICIES, KERNELS, POOLINGS, IdPolicy, LookupKernel, Pooling
-from distembed.partitions import PARTITIONS, KeyedHash, Partition
+from distembed.partitions import PARTITIONS, KeyedHash, Partition, Truncated
 from distembed.partitions.base import require_positive
 from distembed.sse import SSE, IdStream
 
@@ -146,6 +146,12 @@ class CompositionalEmbeddingConfig:
             raise UserError(
                 f"{where} has num_embeddings={self.num_embeddings}, but its partition was made for "
                 f"{self.scheme.num_embeddings} ids; make the partition for the same number."
+            )
+        if isinstance(self.scheme, Truncated) and (self.pre_hash is not None or self.first_ids is not None):
+            field = "first_ids" if self.pre_hash is None else "pre_hash"
+            raise UserError(
+                f"{where}: partition is truncated and {field} is given, so that ids are not numbered by falling "
+                "frequency; use QuotientRemainder or MultiHash."
             )
         if isinstance(self.composition, str):
             combine = COMPOSITIONS[one_of(f"{where}: composition", self.composition, COMPOSITIONS)]

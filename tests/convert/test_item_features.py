@@ -90,7 +90,13 @@ def test_unusable_files_are_refused(tmp_path: Path, columns: dict[str, Any], mes
 
 def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "items.npz").write_bytes(b"none")
-    for name, message in {"items.npz": "cannot be read", "items.json": "known: .parquet, .csv, .npz"}.items():
+    np.savez(tmp_path / "fewer.npz", key=np.array(["a", "b", "c"]), vectors=np.zeros((2, 4)))
+    unequal = r"3 keys, and vectors of shape \[2, 4\]"
+    for name, message in {
+        "items.npz": "cannot be read",
+        "fewer.npz": unequal,
+        "items.json": "known: .parquet, .csv, .npz",
+    }.items():
         with pytest.raises(UserError, match=message):
             ItemFeatures.read(tmp_path / name, "item", VALUES)
 

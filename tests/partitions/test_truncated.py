@@ -7,8 +7,14 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.base.errors import UserError
 from distembed.data.dataset.schema import CategoricalFeature
-from distembed.embedding import CompositionalEmbeddingBagCollection, EmbeddingConfig, TableConfig, build_tables
-from distembed.partitions import Truncated
+from distembed.embedding import (
+    CompositionalEmbeddingBagCollection,
+    CompositionalEmbeddingBagConfig,
+    EmbeddingConfig,
+    TableConfig,
+    build_tables,
+)
+from distembed.partitions import KeyedHash, Truncated
 from tests.embedding.test_settings import read
 
 FEATURES = [CategoricalFeature("C1", 10_000), CategoricalFeature("C2", 500)]
@@ -89,3 +95,9 @@ def test_ids_that_are_not_numbered_by_frequency_are_refused(table: str, field: s
 def test_bounds_that_are_none_are_refused_by_value(bounds: object, message: str) -> None:
     with pytest.raises(UserError, match=message):
         Truncated(100, bounds=bounds)  # type: ignore[arg-type]
+
+
+def test_hashed_and_unified_ids_are_refused_in_python_too() -> None:
+    for hashed in ({"pre_hash": KeyedHash(0)}, {"first_ids": {"a": 0}}):
+        with pytest.raises(UserError, match=f"partition is truncated and {next(iter(hashed))} is given"):
+            CompositionalEmbeddingBagConfig("t", 9, 4, ["a"], Truncated(9, [4]), **hashed)

@@ -122,14 +122,19 @@ class CodedRun:
             for error in self.errors
         ]
         metric = None if self.metric is None else dataclasses.asdict(self.metric)
-        return {"bytes": self.table_bytes, "compression": self.compression, "metric": metric, "tables": tables}
+        return {
+            "bytes": self.table_bytes,
+            "serving_compression": self.serving_compression,
+            "metric": metric,
+            "tables": tables,
+        }
 
     @property
     def table_bytes(self) -> int:
         return sum(error.compositional_bytes for error in self.errors)
 
     @property
-    def compression(self) -> float:
+    def serving_compression(self) -> float:
         """The bytes of full tables over the bytes of these."""
         return sum(error.full_bytes for error in self.errors) / self.table_bytes
 

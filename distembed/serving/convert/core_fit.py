@@ -16,6 +16,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from distembed.base.errors import UserError
+from distembed.base.machine import available_memory_bytes
+from distembed.base.units import format_bytes
 from distembed.composition import TensorTrain
 
 if TYPE_CHECKING:
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
 
 _BLOCK_NUMBERS = 1 << 22
 """Numbers of the normal matrices of ids that are made at once: 32 MiB."""
+_COPIES = 3
+"""Copies of all rows' normal matrices in memory at once: the sums, their inverses and the decomposition."""
 _RESOLUTION = 1e-11
 """Singular values of a normal matrix below this share of its largest are rounding errors."""
 
@@ -38,6 +43,13 @@ def solve_core(
     cores = [core.view(-1, ranks[i], dims[i], ranks[i + 1]) for i, core in enumerate(partitions)]
     num_rows, before, dim, after = cores[j].shape
     unknown = before * after
+    num_bytes = _COPIES * 8 * num_rows * unknown**2
+    available = available_memory_bytes()
+    if num_bytes > available:
+        raise UserError(
+            f"fitting {num_rows:,} rows of a tensor train's core between ranks {before} and {after} takes "
+            f"{format_bytes(num_bytes)} of memory, and {format_bytes(available)} are available: lower rank."
+        )
     normal = torch.zeros(num_rows, unknown, unknown, dtype=torch.float64)
     projected = torch.zeros(num_rows, unknown, dim, dtype=torch.float64)
     total = 0.0

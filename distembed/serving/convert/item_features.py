@@ -110,6 +110,8 @@ def _read_file(path: Path, table: str) -> tuple[pa.Array, pa.Array]:
         if path.suffix == ".npz":
             with np.load(path) as arrays:
                 keys, vectors = pa.array(arrays["key"]), np.asarray(arrays["vectors"], np.float32)
+            if vectors.ndim != 2 or len(vectors) != len(keys):
+                raise ValueError(f"it has {len(keys)} keys, and vectors of shape {list(vectors.shape)}")
             flat = pa.FixedSizeListArray.from_arrays(pa.array(vectors.reshape(-1)), vectors.shape[1])
             return value_texts(keys), flat
         if path.suffix == ".csv":
