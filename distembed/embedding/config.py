@@ -207,7 +207,7 @@ class CompositionalEmbeddingConfig:
         for feature in self.feature_names:
             if feature not in first_ids:
                 raise UserError(
-                    f"{where}: first_ids lacks feature {feature!r}, and has {', '.join(first_ids)}; {remedy}"
+                    f"{where}: first_ids lacks feature {feature!r}, and has {', '.join(first_ids) or 'none'}; {remedy}"
                 )
         if min(first_ids.values()) != 0 or max(first_ids.values()) >= self.num_embeddings:
             raise UserError(
