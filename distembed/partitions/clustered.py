@@ -142,11 +142,7 @@ class Clustered(MultiHash):
         """The equations, which re-clustering does not change, as checkpoints compare them."""
         named = [f"a_{j}[x]" if j <= self.num_stored else f"h_{j}(x)" for j in range(1, len(self.num_rows) + 1)]
         equations = [f"p_{j}(x) = {rule} of {self.num_rows[j - 1]} rows" for j, rule in enumerate(named, start=1)]
-        return f"{', '.join(equations)}, keyed at first by {self.hash_key or ''!r} (not complementary)"
-
-    def is_complementary(self) -> bool:
-        """Returns False: each clustering changes rows, so that nothing is proved."""
-        return False
+        return f"{', '.join(equations)}, keyed at first by {self.hash_key or ''!r} (not proved complementary)"
 
     @classmethod
     def constants(cls, partitions: Sequence[Partition]) -> None:

@@ -27,7 +27,7 @@ def test_it_starts_as_hashes_and_stores_what_it_is_given(sizes: dict[str, object
         if n == 3000 and bound > 2:  # new hashes: about n / bound ids keep their row
             assert int((row == old).sum()) < 2 * n / bound + 30
     assert (scheme.description, scheme.assignment_bytes) == (description, num_bytes)
-    assert not scheme.is_complementary() and "(not complementary)" in scheme.description
+    assert "(not proved complementary)" in scheme.description
     assert num_bytes == sum(tensor.nbytes for tensor in scheme.state.values())
 
 

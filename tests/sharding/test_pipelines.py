@@ -243,7 +243,7 @@ def check_prefetched(rank: int, bags: str) -> None:
             assert torch.equal(asked[1], used[1]) and torch.equal(asked[2], used[2])
 
 
-SMALL = {"a__p1", "hi__p1", "l__p1", "u__p1"}
+SMALL = {"a__p1", "ab__p0", "hi__p1", "l__p1", "u__p1"}
 """Partitions with less than a fifth of the numbers that the largest of their table has."""
 
 
