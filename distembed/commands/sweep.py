@@ -108,7 +108,12 @@ def compress_search_command(
         str, typer.Option(metavar="SIZE", help="Most bytes of all tables in training, with optimizer states: 50MB.")
     ],
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="Folder for the config, the curve and all runs; a search goes on.")
+        Path,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Folder for the config, the curve and all runs. A search that was interrupted there is continued.",
+        ),
     ],
     curve: Annotated[
         str,

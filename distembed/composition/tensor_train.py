@@ -112,7 +112,7 @@ class TensorTrain(Composition):
     def compose(self, vectors: Sequence[Float[Tensor, "*batch dim_j"]]) -> Float[Tensor, "*batch dim"]:
         """Multiplies the slices from left to right; each product has the columns of its factors in row-major order.
 
-        Under autocast too, products are computed in the dtype of the vectors, as those of other compositions are.
+        Products are computed in the dtype of the vectors, under autocast too.
         """
         from distembed.base.tracing import without_autocast
 

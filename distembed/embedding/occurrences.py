@@ -31,8 +31,8 @@ def id_occurrences(
 ) -> dict[str, Tensor]:
     """Returns how often each id occurs in training, by table name, from the counts in a dataset's vocabularies.
 
-    Vocabularies count the split ``train``, those of interactions all splits, and an applied vocabulary counts another
-    dataset: the ids in the training split's files are counted otherwise, where these files exist. Missing and unknown
+    A vocabulary of interactions counts all splits, and an applied vocabulary counts another dataset. In both cases the
+    ids in the files of ``split`` are counted instead, if these files exist. Missing and unknown
     values occur as often as the manifest counts rows without a value and rows of dropped values; an empty list looks
     no id up. A unified table has the counts of its features, one after another. Tables that hash their ids, or have
     another number of ids than the vocabularies, are left out.

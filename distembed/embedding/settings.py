@@ -161,7 +161,7 @@ def _table_class(used: tuple[type, ...], others: tuple[type, ...]) -> type[Table
         if not dataclasses.is_dataclass(kind) or not kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
             raise UserError(f"{kind.__qualname__}, the settings of a scheme, is no frozen dataclass; make it one.")
         for setting in dataclasses.fields(kind):
-            if setting.name in _OF_EVERY_TABLE:
+            if setting.name in OF_EVERY_TABLE:
                 raise UserError(f"{kind.__qualname__}.{setting.name} is a setting that every table has; rename it.")
             if setting.default is dataclasses.MISSING and setting.default_factory is dataclasses.MISSING:
                 raise UserError(
@@ -176,7 +176,8 @@ def _table_class(used: tuple[type, ...], others: tuple[type, ...]) -> type[Table
 _OF_SCHEMES = {
     name for kind in TableConfig.__bases__ if issubclass(kind, SchemeSettings) for name in setting_names(kind)
 }
-_OF_EVERY_TABLE = frozenset(setting_names(TableConfig)) - _OF_SCHEMES
+OF_EVERY_TABLE = frozenset(setting_names(TableConfig)) - _OF_SCHEMES
+"""The settings that belong to no scheme and no composition."""
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)

@@ -89,7 +89,7 @@ def parameter_storage(shards: Sequence[tuple[int, int]], itemsize: int, optimize
 class TableSize:
     """The bytes of a table, or of several, and of the full fp32 tables of the same ids with the same optimizers."""
 
-    serving: int = 0  # weights and stored rows of ids: what a model keeps that is not trained any more
+    serving: int = 0  # weights and stored rows of ids, which a trained model keeps
     training: int = 0  # the same and the optimizer's states
     full_serving: int = 0  # the full table's vectors
     full_training: int = 0  # the same and the optimizer's states

@@ -194,7 +194,7 @@ class Partition(ABC):
         """Drops everything that follows from :attr:`state`, whose tensors were overwritten."""
 
     def load_state(self, saved: "Mapping[str, Tensor]") -> None:
-        """Sets :attr:`state`."""
+        """Copies saved tensors of the same names into :attr:`state`."""
         for name, live in self.state.items():
             live.copy_(saved[name])
         self.state_changed()

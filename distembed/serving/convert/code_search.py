@@ -59,7 +59,8 @@ class Validation:
         metric = state.task.headline
         if metric.better is None:
             raise UserError(
-                f"--max-loss compares {metric.name!r}, of which neither higher nor lower is better; use --budget."
+                f"--max-loss compares {metric.name!r}, and neither higher nor lower values of it are better; use "
+                "--budget."
             )
         value = float(evaluate_split(state, self.dataset, self.split, ranks)[metric.name])
         return Headline(metric.name, value, metric.better == "higher")

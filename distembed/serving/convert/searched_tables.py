@@ -28,7 +28,7 @@ from distembed.data.dataset.schema import CategoricalFeature
 from distembed.embedding.build import build_tables
 from distembed.embedding.collections import embedding_modules
 from distembed.embedding.config import CompositionalEmbeddingConfig
-from distembed.embedding.settings import EmbeddingConfig, TableConfig
+from distembed.embedding.settings import OF_EVERY_TABLE, EmbeddingConfig, TableConfig
 from distembed.optim.declared import TableOptimizers
 from distembed.optim.table_storage import TableSize
 from distembed.serving.convert.models import full_table_names
@@ -44,7 +44,7 @@ _SCHEMES: tuple[Mapping[str, Any], ...] = (
 )
 _COLLISIONS = (2, 3, 4, 6, 8, 12, 16, 32, *(4**power for power in range(3, 32)))
 _ADAGRADS = ("adagrad", "row_wise_adagrad")
-_OF_EVERY_SCHEME = ("embedding_dim", "pooling", "threshold", "id_policy", "hash_seed", "data_type")
+_KEPT = OF_EVERY_TABLE - {"partition", "composition", "force", "features"}
 """The settings of the config's default that candidates keep."""
 
 
@@ -67,7 +67,7 @@ class SearchedTable:
 
     def settings(self, scheme: Mapping[str, Any], collisions: int | None = None) -> TableConfig:
         """Returns a table's settings: the default's with a scheme, in place of the default's scheme."""
-        kept = {name: getattr(self.default, name) for name in _OF_EVERY_SCHEME}
+        kept = {name: getattr(self.default, name) for name in _KEPT}
         return TableConfig(**kept, **scheme, collisions=collisions, force=collisions is not None)
 
     @property

@@ -14,7 +14,7 @@
     OUT/costs.jsonl       step 2, as it is computed
     OUT/runs/             all trainings, a folder as of `distembed sweep`
 
-The same command goes on after any end, and another budget uses the runs and costs that are there.
+The same command continues an interrupted search. A search for another budget in the folder reuses its runs and costs.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def search_sizes(
         UserError: The config cannot be trained or searched, the budget is below the smallest sizes or above full
             tables, or another process searches in the folder.
         RunError: A run did not finish.
-        Interrupted: After a signal; the same call goes on.
+        Interrupted: After a signal. The same call continues the search.
     """
     config = load_config(config_file, overrides)
     metric = _comparable_metric(config)
@@ -242,8 +242,8 @@ def _comparable_metric(config: Config) -> ReportedMetric:
     metric = task.headline.of_same_label("logloss", task.reported_metrics) or task.headline
     if metric.better is None:
         raise UserError(
-            f"compress-search compares tables by {metric.name!r}, of which neither higher nor lower is better; use "
-            "`distembed plan --compress`, which needs no metric."
+            f"compress-search compares tables by {metric.name!r}, and neither higher nor lower values of it are "
+            "better; use `distembed plan --compress`, which needs no metric."
         )
     return metric
 

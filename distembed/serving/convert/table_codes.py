@@ -12,7 +12,7 @@ The codes ``z_j`` minimise the distortion ``sum over ids of w_x |v_x - vector of
 occurs, by k-means in each part: on the columns of a part, or on what the parts before have left over.
 
 Rare ids, whose vectors have hardly been trained, are one point, their weighted mean, so that their codes are equal. The
-distortion includes how far rare ids are from their mean.
+distortion includes the squared distances of rare ids from their mean.
 """
 
 from __future__ import annotations

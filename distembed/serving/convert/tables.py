@@ -230,7 +230,8 @@ def carried_sums(
 
     Row r of partition j has ``sum over ids x of row r: sums[x] * f(x)^2``, where f is the derivative of x's vector by
     the row: 1 for sums and concatenations, the product of the other factors for products. A batch with several ids of
-    a row squares the sum of their gradients; the cross terms are left out, and so are those of a core between others.
+    a row squares the sum of their gradients; the cross terms are left out. For tensor trains, so are the cross terms
+    between the columns of a vector that depend on one number of a core.
     """
     row_sums = [torch.zeros(weight.shape, dtype=torch.float64) for weight in weights]
     for chunk in WeightedVectors(table.scheme, sums, torch.ones(1).expand(len(sums))).chunks():
