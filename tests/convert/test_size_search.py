@@ -134,6 +134,27 @@ def test_candidates_shrink_within_a_scheme_down_to_a_row_and_keep_other_settings
             assert own.hash_seed == 3 and own.force
 
 
+@pytest.mark.parametrize("hash_seed", ["null", "3"])
+def test_frequent_ids_keep_rows_where_ids_are_numbered_by_frequency(tmp_path: Path, hash_seed: str) -> None:
+    rows = "".join(f"{number % 2}\t{number * number % 97}\t{number}\n" for number in range(300))
+    (tmp_path / "rows.tsv").write_text("label\tsite\thashed\n" + rows)
+    values = {"label": {"column": "label"}, "categorical": {"site": {"min_count": 1}, "hashed": {"hash_size": 90}}}
+    (tmp_path / "schema.yaml").write_text(yaml.safe_dump(values))
+    call("prepare", "table", tmp_path / "rows.tsv", "--schema", tmp_path / "schema.yaml", "--output", tmp_path / "data")
+    tables = searched(
+        Path("configs/table.yaml"),
+        f"data.path={tmp_path / 'data'}",
+        "embedding.default.threshold=2",
+        f"embedding.default.hash_seed={hash_seed}",
+    ).tables
+    found = {table.feature.name: [own.bounds for own, _ in table.candidates() if own.bounds] for table in tables}
+    assert not found["hashed"] and bool(found["site"]) == (hash_seed == "null")
+    for table in tables:
+        for own, size in table.candidates():
+            if own.bounds:
+                assert own.partition == "truncated" and size == 2 * 4 * 16 * (own.bounds[0] + 1)
+
+
 def test_tables_with_settings_of_their_own_keep_them(config: Path) -> None:
     tables = searched(config, "embedding.tables.C3={partition: remainder, collisions: 10}")
     assert {table.feature.name for table in tables.tables} == {"C1", "C2", "M"} and tables.kept_bytes == 2 * 4 * 8 * 100

@@ -1,20 +1,22 @@
 """The sizes that ``distembed compress-search`` chooses from, for each table of a config, with their training bytes.
 
-A table of n ids is full, or has one of the schemes below with c collisions, from 2 to n:
+A table of n ids is full, or has one of the schemes below with c collisions, from 2 to n, or with b frequent ids:
 
-============================= ===================================
+============================== ===================================
 ``quotient_remainder`` product ``n/c + c`` rows
 ``multi_hash`` sum             2 hashes of ``n/c`` rows
 ``multi_hash`` concat          2 hashes of ``n/c`` rows of D/2 numbers
 ``remainder``                  ``n/c`` rows; one row for c = n
-============================= ===================================
+``truncated``                  ``b + 1`` rows, if ids are numbered by falling frequency
+============================== ===================================
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -42,6 +44,8 @@ _SCHEMES: tuple[Mapping[str, Any], ...] = (
     {"partition": "multi_hash", "composition": "concat", "num_partitions": 2},
     {"partition": "remainder"},
 )
+_LESS_FREQUENT = 0.8
+"""The factor from a bound of ``truncated`` to the next smaller one."""
 _COLLISIONS = (2, 3, 4, 6, 8, 12, 16, 32, *(4**power for power in range(3, 32)))
 _ADAGRADS = ("adagrad", "row_wise_adagrad")
 _KEPT = OF_EVERY_TABLE - {"partition", "composition", "force", "features"}
@@ -58,21 +62,23 @@ class SearchedTable:
             several of a feature.
         default: The config's default settings.
         optimizers: The optimizers that train the tables.
+        by_frequency: Whether ids are numbered by falling frequency, as those of a vocabulary.
     """
 
     feature: CategoricalFeature
     full: Mapping[str, CompositionalEmbeddingConfig]
     default: TableConfig
     optimizers: TableOptimizers
+    by_frequency: bool = False
 
-    def settings(self, scheme: Mapping[str, Any], collisions: int | None = None) -> TableConfig:
+    def settings(self, **scheme: Any) -> TableConfig:
         """Returns a table's settings: the default's with a scheme, in place of the default's scheme."""
         kept = {name: getattr(self.default, name) for name in _KEPT}
-        return TableConfig(**kept, **scheme, collisions=collisions, force=collisions is not None)
+        return TableConfig(**kept, **scheme, force=scheme["partition"] != "naive")
 
     @property
     def full_settings(self) -> TableConfig:
-        return self.settings({"partition": "naive"})
+        return self.settings(partition="naive")
 
     def tables(self, settings: TableConfig) -> dict[str, CompositionalEmbeddingConfig]:
         """Returns the tables with these settings, by the names of their full weights."""
@@ -92,22 +98,30 @@ class SearchedTable:
         Settings of a scheme that take no fewer bytes than its settings before are left out.
         """
         found = [(self.full_settings, self.full_bytes)]
-        num_ids, dim = self.feature.num_embeddings, min(table.embedding_dim for table in self.full.values())
-        for scheme in _SCHEMES if num_ids > self.default.threshold else ():
-            if scheme.get("composition") == "concat" and dim < 2:
-                continue
+        for sizes in self._schemes() if self.feature.num_embeddings > self.default.threshold else ():
             least = self.full_bytes
-            for collisions in [*itertools.takewhile(lambda c: c < num_ids, _COLLISIONS), num_ids]:
-                settings = self.settings(scheme, collisions)
+            for settings in sizes:
                 num_bytes = self.num_bytes(settings)
                 if num_bytes < least:
                     found.append((settings, num_bytes))
                     least = num_bytes
         return found
 
+    def _schemes(self) -> Iterator[list[TableConfig]]:
+        """Yields the settings of each scheme, from the largest table to the smallest."""
+        num_ids, dim = self.feature.num_embeddings, min(table.embedding_dim for table in self.full.values())
+        for scheme in _SCHEMES:
+            if scheme.get("composition") != "concat" or dim > 1:
+                collisions = [*itertools.takewhile(lambda c: c < num_ids, _COLLISIONS), num_ids]
+                yield [self.settings(**scheme, collisions=number) for number in collisions]
+        if self.by_frequency:
+            powers = range(1, 1 + int(math.log(num_ids) / -math.log(_LESS_FREQUENT)))
+            bounds = dict.fromkeys(int(num_ids * _LESS_FREQUENT**power) for power in powers)
+            yield [self.settings(partition="truncated", bounds=[bound]) for bound in bounds]
+
     def uniform(self, collisions: int) -> TableConfig:
         """Returns quotient-remainder settings, or full ones where these save no bytes or the table has few ids."""
-        settings = self.settings(UNIFORM, collisions)
+        settings = self.settings(**UNIFORM, collisions=collisions)
         is_kept = self.feature.num_embeddings <= self.default.threshold
         return self.full_settings if is_kept or self.num_bytes(settings) >= self.full_bytes else settings
 
@@ -144,8 +158,8 @@ class SearchedTables:
             config,
             embedding=dataclasses.replace(config.embedding, default=dataclasses.replace(default, partition="naive")),
         )
-        schema = Manifest.load(config.data.require_path()).schema
-        blueprint = Blueprint.for_ranks(all_full, schema, Ranks(0, 1, 1, torch.device("cpu")), {})
+        manifest = Manifest.load(config.data.require_path())
+        blueprint = Blueprint.for_ranks(all_full, manifest.schema, Ranks(0, 1, 1, torch.device("cpu")), {})
         features = {feature.name: feature for feature in blueprint.batch_schema.categorical}
         optimizers = config.train.table_optimizers
         groups: dict[str, dict[str, CompositionalEmbeddingConfig]] = {}
@@ -153,8 +167,11 @@ class SearchedTables:
             groups.setdefault(config.embedding.table_of(features[table.feature_names[0]].table_name), {})[full_name] = (
                 table
             )
+        numbered = manifest.vocabularies if default.hash_seed is None else {}
         searched = [
-            SearchedTable(features[name], full, default, optimizers) for name, full in groups.items() if name not in own
+            SearchedTable(features[name], full, default, optimizers, name in numbered)
+            for name, full in groups.items()
+            if name not in own
         ]
         largest = max((table.feature.num_embeddings for table in searched), default=0)
         if largest <= default.threshold:

@@ -116,7 +116,7 @@ class Point:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the point in plain values; ``tables`` are the tables with settings of their own."""
-        names = ("partition", "composition", "collisions")
+        names = ("partition", "composition", "collisions", "bounds")
         tables = {
             table: {name: getattr(own, name) for name in names} for table, own in self.config.embedding.tables.items()
         }
@@ -296,7 +296,8 @@ def _costs(tables: SearchedTables, options: SearchOptions, say: Callable[[str], 
 
 def _key(table: SearchedTable, settings: TableConfig) -> str:
     """Returns the name of a size in the file of costs."""
-    return f"{table.feature.name} {settings.partition} {settings.composition} {settings.collisions}"
+    size = settings.collisions or settings.bounds
+    return f"{table.feature.name} {settings.partition} {settings.composition} {size}"
 
 
 def _line(size: str, cost: float) -> str:
