@@ -28,33 +28,11 @@ def test_every_command_has_an_example() -> None:
         assert f"Example: distembed {command.strip()}" in shown
 
 
-def test_a_file_that_leaves_nothing_to_train_on_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "one.tsv").write_text(ROW)
-    done = distembed("prepare", "criteo", tmp_path / "one.tsv", "--output", tmp_path / "out", code=2)
-    assert "the training part has no rows" in done.stderr and not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize("num_rows", [2, 3, 5])
 def test_files_too_small_for_three_splits_are_prepared_all_the_same(tmp_path: Path, num_rows: int) -> None:
     (tmp_path / "few.tsv").write_text(ROW * num_rows)
     done = distembed("prepare", "criteo", tmp_path / "few.tsv", "--output", tmp_path / "out")
     assert sum(int(line.split()[1]) for line in done.stdout.splitlines() if " rows, label rate" in line) == num_rows
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("train", "nowhere.yaml"), "nowhere.yaml"),
-        (("describe", "configs/criteo_kaggle.yaml", "data.schema=criteo"), "Did you mean 'criteo_kaggle'"),
-        (("prepare", "criteo", "nowhere.tsv", "--output", "out"), "nowhere.tsv"),
-        (("prepare", "criteo", "pyproject.toml", "--output", "out", "--memory-limit", "much"), "--memory-limit"),
-        (("report", "tests"), "is no run"),
-        (("predict", "tests", "--output", "x.csv"), "is no run"),
-        (("trian",), "trian"),
-    ],
-)
-def test_wrong_input_ends_with_2_and_names_itself(arguments: tuple[str, ...], message: str) -> None:
-    assert message in distembed(*arguments, code=2).stderr
 
 
 @pytest.mark.parametrize(("text", "count"), [("1", 1), ("2GB", 2 * 10**9), ("2 GiB", 2**31), ("0.5kb", 500)])

@@ -1,4 +1,7 @@
-"""An optimizer, a model, a task, a partition scheme of one's own: registered in a few lines, trained on two ranks."""
+"""A model and a task of one's own: registered in a few lines, trained on two ranks.
+
+:mod:`tests.test_plugins` has partition schemes and compositions, :mod:`tests.optim.test_added_optimizers` optimizers.
+"""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -10,7 +13,6 @@ import pydantic.dataclasses
 import pytest
 import torch
 import yaml
-from jaxtyping import Int64
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -19,15 +21,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from distembed.base.lazy import NameTable
 from distembed.base.ranks import Ranks
 from distembed.data.reader.batch import Batch
-from distembed.models import DLRM, MODELS, Model, ModelInputs
-from distembed.optim import OPTIMIZERS, NumberPer, OptimizerKind
-from distembed.partitions import PARTITIONS
-from distembed.partitions.base import Partition
+from distembed.models import MODELS, Model, ModelInputs
 from distembed.planning.devices import Cluster, find_device
 from distembed.reports.comparison import report_columns
 from distembed.reports.plan.assessment import assess_capacity
-from distembed.reports.plan.plannable import ConfiguredModel
-from distembed.reports.plan.remedies import find_remedies
 from distembed.reports.report import write_run_report
 from distembed.tasks import TASKS, Task
 from distembed.tasks.base import Outputs, Rows, Sums
@@ -42,40 +39,6 @@ from tests.ranks import run_on_ranks
 from tests.small_runs import SIZES, config_values
 
 # ------------------------------------------------------------------------------------------------- what users write
-
-
-def register_optimizer() -> dict[str, Any]:
-    OPTIMIZERS["rmsprop"] = OptimizerKind({"square_avg": NumberPer.WEIGHT}, torch.optim.RMSprop, {"momentum": 0})
-    rates = {"name": "rmsprop", "learning_rate": 0.001}
-    return {"train": {"dense_optimizer": rates, "sparse_optimizer": rates}}
-
-
-class Reversed(Partition):
-    """One partition: the rows of a full table from the last to the first."""
-
-    name = "reversed"
-
-    def __init__(self, num_embeddings: int) -> None:
-        super().__init__(num_embeddings)
-        self.num_rows = (num_embeddings,)
-
-    @property
-    def description(self) -> str:
-        return f"p_1(x) = {self.num_embeddings - 1} - x"
-
-    def rows(self, ids: Int64[Tensor, "*shape"]) -> Int64[Tensor, "1 *shape"]:
-        return (self.num_embeddings - 1 - ids).unsqueeze(0)
-
-    def colliding_ids(self) -> None:
-        return None
-
-    def _candidates(self, rows: Int64[Tensor, "1 *shape"]) -> Int64[Tensor, "*shape"]:
-        return self.num_embeddings - 1 - rows[0]
-
-
-def register_partition() -> dict[str, Any]:
-    PARTITIONS["reversed"] = Reversed
-    return {"embedding": {"default": {"partition": "reversed", "force": True, "embedding_dim": 8}}}
 
 
 class SquaredError(Task):
@@ -167,29 +130,7 @@ def register_model() -> dict[str, Any]:
     return {"model": {"name": "three", "hidden": 12}, "train": {"sparse_optimizer": amsgrad}}
 
 
-class LooksAtValues(DLRM):
-    """A step that depends on values, which an estimate on fake tensors cannot follow."""
-
-    def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        scale = 0.5 if bool((dense_features > 3).any()) else 1.0
-        return super().forward(dense_features * scale, sparse_features)
-
-
-@pydantic.dataclasses.dataclass(frozen=True)
-class LooksAtValuesConfig:
-    name: Literal["looks"] = "looks"
-
-    def build(self, inputs: ModelInputs) -> Model:
-        embeddings, names = inputs.pooled_embeddings()
-        return LooksAtValues(embeddings, names, inputs.embedding_dim, inputs.num_dense, [8], [8])
-
-
-REGISTER = {
-    "optimizer": register_optimizer,
-    "partition": register_partition,
-    "task": register_task,
-    "model": register_model,
-}
+REGISTER = {"task": register_task, "model": register_model}
 
 # ------------------------------------------------------------------------------------------------------- what they get
 
@@ -244,7 +185,7 @@ def test_what_is_registered_outside_of_the_package_trains_on_two_ranks(tmp_path:
 @pytest.fixture
 def _names_as_before() -> Iterator[None]:
     yield
-    tables: list[NameTable[Any]] = [OPTIMIZERS, PARTITIONS, TASKS, MODELS]
+    tables: list[NameTable[Any]] = [TASKS, MODELS]
     for names in tables:
         for name in names.added.copy():
             del names[name]
@@ -264,19 +205,3 @@ def test_it_can_be_described_and_planned(kind: str, tmp_path: Path, dataset: Pat
     for table in assessment.tables:
         num_copies = 2 if table.sharding_type == "data_parallel" else 1
         assert table.storage.weights == num_copies * table.one_copy.weights > 0
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_names_as_before")
-def test_networks_that_cannot_be_estimated_have_a_share_of_memory_kept_free(tmp_path: Path, dataset: Path) -> None:
-    MODELS["looks"] = LooksAtValuesConfig
-    config = load_config(write_config(tmp_path / "config.yaml", dataset, {"model": {"name": "looks"}}))
-    large, small = (Cluster(find_device(f"memory={memory}"), 1, 2) for memory in ("1GiB", "4KiB"))
-    assessment = assess_capacity(config, large)
-    network = assessment.workload.network
-    assert network is not None and not network.is_step_known and network.parameters > 0
-    assert assessment.fits and assessment.reserve == pytest.approx(0.15)
-    assert any("could not be estimated" in note for note in assessment.notes)
-    assert not assess_capacity(config, small).fits
-    remedies = find_remedies(ConfiguredModel(config), small, max_seconds=600).arguments  # however busy the machine is
-    assert any(remedy.startswith("--gpu") for remedy in remedies)

@@ -1,13 +1,10 @@
 """What is told before the first step, by the setting's name, where it was found hours later or not at all."""
 
 import json
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from distembed.base.errors import RunError, UserError
 from distembed.commands import cli
@@ -22,45 +19,9 @@ from tests.small_runs import distembed
 HUGE = 2**62
 
 
-@pytest.fixture
-def copy(dataset: Path, config: Path, tmp_path: Path) -> Path:
-    """A copy of the dataset, which the config names."""
-    shutil.copytree(dataset, tmp_path / "copy")
-    values = yaml.safe_load(config.read_text())
-    config.write_text(yaml.safe_dump({**values, "data": {"path": str(tmp_path / "copy")}}))
-    return tmp_path / "copy"
-
-
 def call(*arguments: object) -> None:
     """Runs the command in this process, which has loaded torch."""
     cli.app([str(argument) for argument in arguments], standalone_mode=False)
-
-
-@pytest.mark.parametrize("split", ["train", "validation", "test"])
-def test_a_split_that_is_not_there_is_named_before_the_first_step(config: Path, tmp_path: Path, split: str) -> None:
-    with pytest.raises(UserError, match=f"data.{split} is 'tset', .*it has train, validation, test"):
-        call("train", config, f"data.{split}=tset", "--run-dir", tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
-DAMAGES: dict[str, Callable[[Path], object]] = {
-    "missing": lambda file: file.unlink(),
-    "a folder": lambda file: (file.unlink(), file.mkdir()),
-    "cut short": lambda file: file.write_bytes(file.read_bytes()[:-100]),
-    "zeros": lambda file: file.write_bytes(bytes(file.stat().st_size)),
-    "too long": lambda file: file.write_bytes(file.read_bytes() + b"x"),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("split", ["validation", "test"])
-def test_a_split_that_is_not_whole_is_named_before_the_first_step(
-    config: Path, copy: Path, tmp_path: Path, split: str, damage: str
-) -> None:
-    DAMAGES[damage](copy / split / "part-0.parquet")
-    with pytest.raises(UserError, match=f"{split}/part-0.parquet"):
-        call("train", config, "--run-dir", tmp_path / "run")
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.distributed

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem, metadata
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from distembed.base.errors import DamagedCheckpoint, UserError
 from distembed.checkpoints.saved import verify_checkpoint
@@ -124,6 +124,8 @@ def info_of(found: Metadata) -> dict[str, Any]:
             lambda found: found.state_dict_metadata.update(x=found.state_dict_metadata.pop("model.weight")),
             "KeyError|'x'",
         ),
+        # torch would unpickle it as it comes
+        (lambda found: found.state_dict_metadata.update({"model.weight": BytesStorageMetadata()}), "weight: absent in"),
         (lambda found: info_of(found).update(relative_path="../x.distcp"), "reads from"),
         (lambda found: info_of(found).update(relative_path=7), "reads from 7"),
         (lambda found: info_of(found).update(length=-1), "reads -1 bytes"),

@@ -6,12 +6,15 @@ maximum is pooled or nothing is.
 """
 
 import itertools
+import threading
+from typing import Any
 
 import pytest
 
 from distembed.composition import COMPOSITIONS
 from distembed.partitions import PARTITIONS, KeyedHash
 from distembed.sse import SSE
+from distembed.sse.draws import Drawer
 from tests.cuda.must_wait import WAITS
 from tests.cuda.rehearsal import BAG_SHARDINGS, BAGS, SEQUENCE_SHARDINGS, Cell, rehearsed
 
@@ -26,8 +29,6 @@ def cells(pooling: str | None, shardings: tuple[str, ...]) -> list[object]:
     for scheme, composition, sharding in itertools.product(PARTITIONS, COMPOSITIONS, shardings):
         if composition in PATHS and sharding in BY_COLUMNS and scheme not in ("naive", "remainder"):
             continue
-        if pooling is None and composition == "feature" and sharding == "column_wise":
-            pass
         is_sample = scheme in SAMPLE and sharding in ("table_wise", "row_wise", "data_parallel")
         marks = () if is_sample and composition in ("product", "concat", "path_mlp") else (pytest.mark.slow,)
         found.append(pytest.param(Cell(scheme, composition, sharding, pooling), marks=marks))
@@ -79,3 +80,16 @@ def test_means_and_maxima_wait_for_nothing(pooling: str, sharding: str) -> None:
     if pooling == "max" and sharding == "row_wise":
         pytest.skip("a maximum over rows on several ranks is no sum: such a table cannot be placed row_wise")
     check(Cell("quotient_remainder", "product", sharding, pooling), ("single", "ragged"))
+
+
+def test_numbers_for_a_gpu_are_drawn_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+    stock = Drawer.__call__
+
+    def draw(drawer: Drawer, *arguments: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return stock(drawer, *arguments)
+
+    monkeypatch.setattr(Drawer, "__call__", draw)
+    check(Cell("quotient_remainder", "product", "table_wise", settings=(("sse", SSE(p0=0.5)),)), ("single",))
+    assert threads and all(name.startswith("distembed-sse") for name in threads)

@@ -31,9 +31,7 @@ from distembed.data.dataset.manifest import (
 from distembed.data.dataset.row_groups import require_whole_splits, verify_dataset
 from distembed.data.prepare import prepare_criteo
 from distembed.data.reader import BatchOrder, BatchReader
-from distembed.graph import Graph
 from distembed.graph.prepare import GraphOptions, NodeIds, prepare_graph
-from distembed.graph.prepare.value_ids import table_ids
 from distembed.partitions import Explicit
 from tests.data import reference
 from tests.data.small_dataset import SCHEMA, make_dataset, open_reader, rows_of
@@ -308,31 +306,3 @@ def test_nothing_of_a_foreign_parquet_file_is_executed(tmp_path: Path) -> None:
     assert not canary.exists()
     pickle.loads(pickle.dumps(Canary(canary)))
     assert canary.exists()  # it would have sung
-
-
-def test_pickles_in_the_place_of_files_are_not_read(criteo: Path, tmp_path: Path) -> None:
-    Graph.from_edges(9, [0, 1], [1, 2], [1.0, 2.0]).write(tmp_path / "graph")
-    canary = tmp_path / "canary"
-    attack = pickle.dumps(Canary(canary))
-
-    def read_all() -> None:
-        for split in Manifest.load(criteo).splits:
-            list(BatchReader(criteo, split, BatchOrder(50)))
-        for table in ("C1", "C26"):
-            table_ids(criteo, table)
-        Graph.open(tmp_path / "graph")
-
-    read_all()
-    everything = [path for folder in (criteo, tmp_path / "graph") for path in sorted(folder.rglob("*.*"))]
-    files = [path for path in everything if path.parent.name != "vocabulary" or path.stem in ("C1", "C26")]
-    for path in files:
-        content = path.read_bytes()
-        for inserted in (attack, attack + content[len(attack) :]):
-            path.write_bytes(inserted)
-            if path.name == "rejected.tsv":  # which nothing reads
-                read_all()
-            else:
-                with pytest.raises(UserError, match=re.escape(str(path))):
-                    read_all()
-        path.write_bytes(content)
-    assert len(files) == 2 + 3 + 1 + 1 + 1 + 5 and not canary.exists()

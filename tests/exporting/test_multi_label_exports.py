@@ -12,11 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import distembed
-from distembed.serving.model_folder.programs import load_programs
 from distembed.serving.model_folder.reading import read_manifest
-from distembed.serving.server.app import ARROW_TYPE, make_app
-from distembed.serving.server.batching import ServerSettings
-from distembed.serving.server.scoring import Scorer
+from distembed.serving.server.app import ARROW_TYPE
 from tests.in_process import in_this_process
 from tests.server.asgi import post, served, stream
 from tests.server.exported_models import exported, json_rows, trained_run
@@ -136,18 +133,3 @@ def test_shards_of_tables_give_the_numbers_of_one_program(run: Path, model: Path
     whole, divided = (post(served(folder), {"rows": rows}).json() for folder in (model, shards))
     for name in NAMES:
         np.testing.assert_allclose(divided[name], whole[name], atol=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_compiled_model_gives_the_numbers_of_the_program(run: Path, model: Path) -> None:
-    folder = exported(run, run.parent / "compiled", compile=True)
-    manifest = read_manifest(folder)
-    assert manifest.compiled is not None and manifest.compiled.largest_difference < 1e-6
-    compiled = load_programs(folder, manifest, compiled=True)
-    app = make_app(Scorer(folder, manifest, compiled, 64), ServerSettings())
-    for num_rows in (1, 9):
-        rows = json_rows(num_rows)
-        found, expected = (post(each, {"rows": rows}).json() for each in (app, served(model)))
-        for name in NAMES:
-            np.testing.assert_allclose(found[name], expected[name], atol=1e-6)

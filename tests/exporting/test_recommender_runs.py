@@ -13,7 +13,7 @@ import torch
 
 import distembed
 from distembed.base.errors import RunError, UserError
-from distembed.data.dataset.schema import ITEM, USER
+from distembed.data.dataset.schema import ITEM
 from distembed.serving.export.export_run import ExportOptions, export_run, exportable
 from distembed.serving.export.parity import RecommendedCheck, SplitRows, require_close_metric
 from distembed.serving.export.table_groups import ExportStorage
@@ -22,7 +22,7 @@ from distembed.serving.model_folder.programs import Program, load_programs
 from distembed.serving.model_folder.reading import read_manifest, require_sample, require_unchanged
 from distembed.serving.whole_model import load_whole_model
 from distembed.training.trained_run import find_trained_run
-from tests.serving.test_recommender_rows import session_datasets, session_run, taken_items
+from tests.serving.test_recommender_rows import session_datasets, session_run
 from tests.small_runs import call
 from tests.training.test_recommenders import write_config
 
@@ -87,31 +87,6 @@ def test_exported_sequences_get_the_items_that_the_run_predicts(
         assert [items[each] for each in own] == [predicted[f"item_{place}"][row].as_py() for place in range(1, 11)]
         expected = [predicted[f"score_{place}"][row].as_py() for place in range(1, 11)]
         np.testing.assert_allclose(scores[row], expected, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.thorough
-def test_exported_users_get_the_items_that_the_run_predicts(runs: dict[str, Path], tmp_path: Path) -> None:
-    """The items that users have are given to the program, which has no rows of the dataset."""
-    manifest = export(runs["ranking"], tmp_path / "model", num_best=12)
-    assert [each.name for each in manifest.features] == [USER, ITEM] and manifest.recommends is not None
-    assert manifest.recommends.num_best == 12 and manifest.parity.metric == "ndcg@12"
-    model = distembed.load(runs["ranking"])
-    users, items = (values(tmp_path / "model", manifest, name) for name in (USER, ITEM))
-    asked = [2, 9, 40]
-    has = taken_items(runs["ratings"])
-    found, scores = recommend(
-        load_programs(tmp_path / "model", manifest), [[[each] for each in asked], [sorted(has[each]) for each in asked]]
-    )
-    predicted = model.predict([{"user": users[each]} for each in asked])
-    for row, own in enumerate(found[:, :10].tolist()):
-        assert [items[each] for each in own] == [predicted[f"item_{place}"][row].as_py() for place in range(1, 11)]
-        expected = [predicted[f"score_{place}"][row].as_py() for place in range(1, 11)]
-        np.testing.assert_allclose(scores[row, :10], expected, rtol=1e-6, atol=1e-6)
-    sample = json.loads((tmp_path / "model" / "sample.json").read_text())
-    assert sample["rows"][0].keys() == {USER, ITEM} and np.shape(sample["outputs"]["items"]) == (
-        len(sample["rows"]),
-        12,
-    )
 
 
 def test_tables_are_not_divided(runs: dict[str, Path], tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import pytest
 import distembed
 from distembed.serving.model_folder.reading import read_manifest
 from distembed.serving.server.app import ARROW_TYPE
-from tests.interactions import NUM_ITEMS
 from tests.server.asgi import post, served, stream
 from tests.server.exported_models import exported
 from tests.serving.test_recommender_rows import session_datasets, session_run, taken_items
@@ -31,27 +30,6 @@ def require_like(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert found["items"] == expected["items"]
     for own, others in zip(found["scores"], expected["scores"], strict=True):
         assert own == pytest.approx(others, rel=1e-5, abs=1e-5)
-
-
-@pytest.mark.slow
-def test_histories_are_answered_with_the_items_that_predict_names(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    run = session_run(tmp_path_factory, "softmax")
-    model, app = distembed.load(run), served(exported(run, tmp_path / "model", num_best=BEST), most_rows=4)
-    rows: list[dict[str, Any]] = [{"item": [f"i{n % NUM_ITEMS}" for n in range(size)]} for size in (1, 2, 9, 3, 12, 5)]
-    reply = post(app, rows)
-    require_like(reply.json(), recommended(model.predict(rows)))
-    # a list as a text, an item that nobody knows, and one row that is nothing else
-    texts = [{"item": " ".join(row["item"])} for row in rows]
-    require_like(post(app, texts).json(), reply.json())
-    odd = [{"item": [*rows[0]["item"], "?"]}, {"item": ["?"]}, {"item": []}, rows[1], {"item": None}]
-    assert [each["row"] for each in post(app, odd).json()["rows"]] == [1, 2, 4]
-    found = post(app, odd, "?malformed=null").json()
-    assert [items is None for items in found["items"]] == [False, True, True, False, True]
-    require_like({name: [found[name][0], found[name][3]] for name in found}, recommended(model.predict(rows[:2])))
-    assert post(app, [{"items": ["i1"]}]).status == 422
-    assert post(app, [{"item": "?"}], "?malformed=null").json() == {"items": [None], "scores": [None]}
 
 
 @pytest.mark.thorough

@@ -118,37 +118,6 @@ def test_users_get_the_best_items_that_they_do_not_have(runs: Path, tmp_path: Pa
     assert model.predict([{"user": "nobody"}], malformed="null")["item_1"].to_pylist() == [None]
 
 
-@pytest.mark.parametrize("kind", ["softmax", pytest.param("binary", marks=pytest.mark.slow)])
-def test_sequences_get_the_items_of_the_split(
-    runs: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, kind: str
-) -> None:
-    """The split's rows end with the item to predict, which raw sequences have not."""
-    dataset, run = runs / "sequences", session_run(tmp_path_factory, kind)
-    command("predict", run, "--output", tmp_path / "split.parquet")
-    expected = pq.read_table(tmp_path / "split.parquet")
-    items, users = values(dataset, "item"), values(dataset, "user")
-    rows = [row for row in rows_of(dataset, "test") if len(row["item"]) > 1]
-    raw = [{"who": users[row["user"]], "item": [items[item] for item in row["item"][:-1]]} for row in rows]
-    (tmp_path / "rows.tsv").write_text(
-        "who\titem\n" + "".join(f"{row['who']}\t{' '.join(row['item'])}\n" for row in raw)
-    )
-    arguments = ("--input", tmp_path / "rows.tsv", "--key", "who", "--output", tmp_path / "raw.parquet")
-    command("predict", run, *arguments)
-    model = distembed.load(run)
-    for found in (pq.read_table(tmp_path / "raw.parquet"), model.predict(raw)):
-        assert len(found) == len(expected) == len(raw)
-        for place in range(1, 11):
-            assert found[f"item_{place}"].to_pylist() == expected[f"item_{place}"].to_pylist(), place
-            np.testing.assert_allclose(found[f"score_{place}"], expected[f"score_{place}"], rtol=1e-5, atol=1e-6)
-    assert pq.read_table(tmp_path / "raw.parquet")["who"].to_pylist() == expected["user"].to_pylist()
-    one, with_unknown = model.predict([raw[0]]), model.predict([{"item": ["?", *raw[0]["item"], None]}])
-    assert one.equals(with_unknown)
-    with pytest.raises(
-        UserError, match=r"2 of 3 rows are malformed: row 1, column 'item': \[\] has no item .*; row 2, "
-    ):
-        model.predict([raw[0], {"item": []}, {"item": ["?"]}])
-
-
 @pytest.mark.parametrize(
     ("kind", "rows", "reason"),
     [("ranking", ["user", "{user}", "ghost", ""], "user 1"), ("softmax", ["item", "{item}", "?", '""'], "sequence 2")],
