@@ -1,7 +1,6 @@
 """The ranking task: a step against one in float64, evaluations against loops, the same on two ranks, bad input."""
 
 import dataclasses
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-import yaml
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.base.errors import UserError
@@ -31,7 +29,6 @@ from distembed.models import MF, MFConfig, ModelInputs
 from distembed.tasks import RankingConfig, RankingTask
 from distembed.tasks.base import BatchPosition, TaskContext
 from distembed.training.config import load_config
-from tests.small_runs import distembed, stopped_at
 
 NUM_USERS, NUM_ITEMS = 23, 31
 SCHEMA = Schema(
@@ -237,34 +234,3 @@ def test_rows_of_a_user_who_has_all_items_have_no_pairwise_loss(tmp_path: Path, 
     none.backward()
     assert all(not value.grad.to_dense().any() for value in weights(model).values())
     assert math.isnan(task.training_metrics({"ordered": np.zeros(2)})["ordered"])
-
-
-@pytest.mark.distributed
-def test_two_ranks_train_to_the_metrics_of_one_and_resume_exactly(tmp_path: Path) -> None:
-    config = {
-        "data": {"path": str(write_pairs(tmp_path / "data", draw_pairs()))},
-        "model": {"name": "mf"},
-        "task": {"name": "ranking", "regularization": 0.01, "cutoffs": [5]},
-        "embedding": {"default": {"partition": "quotient_remainder", "embedding_dim": 8, "threshold": 10}},
-        "train": {
-            "batch_size": 32,
-            "precision": "fp32",
-            "device": "cpu",
-            "log_every": 1,
-            "checkpoint_every": 4,
-            "keep_checkpoints": 9,
-            "sparse_optimizer": {"name": "sgd", "learning_rate": 1.0},
-        },
-    }
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    evaluations = []
-    for ranks in (1, 2):
-        folder = tmp_path / f"run-{ranks}"
-        distembed("train", tmp_path / "config.yaml", "--run-dir", folder, ranks=ranks)
-        evaluations.append(json.loads((folder / "evaluation.json").read_text()))
-    for name in ("rows", "ndcg@5", "mrr", "coverage@5"):
-        assert evaluations[0][name] == pytest.approx(evaluations[1][name], abs=1e-6), name
-    part = stopped_at(4, tmp_path / "run-1", tmp_path / "part")
-    distembed("train", tmp_path / "config.yaml", "--run-dir", part, "--resume")
-    resumed = json.loads((part / "evaluation.json").read_text())
-    assert {**resumed, "seconds": 0} == {**evaluations[0], "seconds": 0}

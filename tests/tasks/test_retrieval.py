@@ -1,6 +1,5 @@
 """Two towers: steps against float64, evaluations against loops, whole runs on ranks and resumed, wrong settings."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from distembed.tasks.retrieval import ITEM_IDS
 from distembed.training.build import Blueprint
 from distembed.training.config import Config, load_config
 from tests.ranks import run_on_ranks
-from tests.small_runs import call, distembed, losses, metrics, stopped_at
+from tests.small_runs import call, distembed, losses
 from tests.tasks.retrieval_rows import prepare_rows, write_config
 
 
@@ -394,48 +393,6 @@ def check_gathered_rows(rank: int, world_size: int) -> None:
 @pytest.mark.distributed
 def test_gathered_rows_get_the_gradients_of_all_ranks() -> None:
     run_on_ranks(3, check_gathered_rows)
-
-
-@pytest.mark.thorough
-@pytest.mark.distributed
-@pytest.mark.parametrize("loss", ["in_batch", "sampled"])
-def test_ranks_train_and_evaluate_to_the_metrics_of_one(dataset: Path, tmp_path: Path, loss: str) -> None:
-    task = {"loss": loss, **({"num_negatives": 21} if loss == "sampled" else {})}
-    config = write_config(tmp_path / "config.yaml", dataset, task=task)
-    call("train", config, "--run-dir", tmp_path / "one")
-    distembed("train", config, "--run-dir", tmp_path / "two", ranks=2)
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
-    assert np.mean(losses(tmp_path / "one")[-4:]) < np.mean(losses(tmp_path / "one")[:4])
-    for found, expected in zip(metrics(tmp_path / "two", "eval"), metrics(tmp_path / "one", "eval"), strict=True):
-        for name in ("rows", "recall@10", "ndcg@3", "mrr", "coverage@10"):
-            assert found[name] == pytest.approx(expected[name], abs=2e-3), name
-    alone, together = (json.loads(distembed("evaluate", tmp_path / "one", "--json", ranks=n).stdout) for n in (1, 3))
-    assert together == pytest.approx(alone, abs=1e-6)
-    evaluation = json.loads((tmp_path / "one" / "evaluation.json").read_text())
-    assert alone["recall@10"] == evaluation["recall@10"] and alone["coverage@10"] == evaluation["coverage@10"]
-
-
-@pytest.mark.thorough
-def test_a_run_with_replaced_ids_is_resumed_in_mid_epoch_and_read_by_every_command(
-    dataset: Path, tmp_path: Path
-) -> None:
-    task = {"loss": "sampled", "num_negatives": 9}
-    config = write_config(tmp_path / "config.yaml", dataset, task=task, sse={"default": {"p0": 0.1}})
-    whole = tmp_path / "whole"
-    call("train", config, "--run-dir", whole)
-    part = stopped_at(7, whole, tmp_path / "part")
-    call("train", config, "--run-dir", part, "--resume")
-    assert losses(part) == losses(whole)
-    call("check", whole)
-    call("predict", whole, "--output", tmp_path / "predictions.parquet")
-    predicted = pq.read_table(tmp_path / "predictions.parquet")
-    evaluation = json.loads((whole / "evaluation.json").read_text())
-    assert predicted.num_rows == evaluation["rows"] > 0
-    assert predicted.column_names[:2] == ["user", "item_1"] and predicted["item_1"][0].as_py().startswith("f")
-    described = json.loads(call("describe", config, "--json"))
-    assert {table["name"] for table in described["tables"]} == {"user", "film", "country", "genres"}
-    planned = json.loads(call("plan", config, "--nodes", 1, "--gpus", 2, "--gpu", "a100-40gb", "--json"))
-    assert {table["name"] for table in planned["tables"]} == {"user", "film", "country", "genres"}
 
 
 def test_wrong_settings_are_explained(dataset: Path, tmp_path: Path) -> None:

@@ -171,19 +171,6 @@ def test_it_goes_on_from_the_one_before(ranks: int, config: Path, tmp_path: Path
     assert differences(run, same, undisturbed, same) == []
 
 
-def test_without_a_whole_one_it_fails_and_moves_nothing(config: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    train(config, run, 6, ranks=1)
-    names = sorted(path.name for path in (run / "checkpoints").iterdir())
-    for name in names:
-        damage(run / "checkpoints" / name)
-    for _ in range(2):
-        failed = train(config, run, 6, "--resume", ranks=1, code=2).stderr
-        assert "no checkpoint in" in failed and all(f"{name} is damaged" in failed for name in names)
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == names
-    assert json.loads((run / "run.json").read_text())["status"] == "finished"
-
-
 def test_checkpoints_of_another_run_are_neither_read_nor_removed(config: Path, tmp_path: Path) -> None:
     """Be they in the other run's own folder, or in a place of their own."""
     other, run = tmp_path / "other", tmp_path / "run"

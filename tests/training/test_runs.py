@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import signal
 import time
 from multiprocessing.process import BaseProcess
@@ -287,31 +286,12 @@ def test_what_does_not_fit_ends_with_3_on_every_rank(
 
 
 @pytest.mark.thorough
-def test_what_cannot_be_done_is_said_before_anything_is_trained(config: Path, tmp_path: Path, finished: Path) -> None:
-    damaged = tmp_path / "damaged"
-    shutil.copytree(finished, damaged)
-    for checkpoint in (damaged / "checkpoints").iterdir():
-        (checkpoint / "rank-0.blocks").unlink()
-    done = distembed("evaluate", damaged, code=2)
-    assert "is damaged" in done.stderr and "Traceback" not in done.stderr
-    # starting a process for each would take minutes
-    for arguments, message in [
-        (["train", config, "--resume"], "--resume needs --run-dir"),
-        (["train", config, "--run-dir", finished], "add --resume"),
-        (["train", config, "train.seed=7", "--run-dir", finished, "--resume"], "train.seed: 0 before, 7 now"),
-        (["train", config, "data.path=nowhere", "--run-dir", tmp_path / "n"], "nowhere"),
-        (["train", config, "train.sparse_optimizer.name=adam", "--run-dir", tmp_path / "n"], "CUDA only"),
-        (["train", config, "data.train=tran", "--run-dir", tmp_path / "n"], "tran"),
-        (["train", config, "plan.tables={C7: {}}", "--run-dir", tmp_path / "n"], "plan.tables is 'C7'"),
-        (["evaluate", tmp_path], "it has no run.json"),
-        (["predict", finished, "--output", tmp_path / "x.txt"], ".txt"),
-        (["evaluate", finished, "--split", "tset"], "tset"),
-        (["train", config, "--run-dir", tmp_path / "n", "--resume"], "holds no run"),
-        (["train", config, "--run-dir", config], "is a file"),
-        (["evaluate", finished, "--data", write_dataset(tmp_path / "other", num_ids=401)], "stand for other values"),
-    ]:
-        with pytest.raises(UserError, match=re.escape(message)):
-            call(*arguments)
+def test_other_ids_and_unknown_tables_are_refused(config: Path, tmp_path: Path, finished: Path) -> None:
+    other = write_dataset(tmp_path / "other", num_ids=401)
+    with pytest.raises(UserError, match="stand for other values"):
+        call("evaluate", finished, "--data", other)
+    with pytest.raises(UserError, match="plan.tables is 'C7'"):
+        call("train", config, "plan.tables={C7: {}}", "--run-dir", tmp_path / "new")
 
 
 def test_two_runs_in_one_folder_are_refused(config: Path, finished: Path) -> None:

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from tests.small_runs import SIZES, call, distembed, losses, stopped_at
+from tests.small_runs import SIZES, call, distembed
 
 
 @pytest.fixture
@@ -46,21 +46,6 @@ def mixed(config: Path, tmp_path: Path) -> Path:
 def assignments(swapped: bool = False) -> pa.Table:
     makes = ["volvo", "volvo", "saab", "saab", "fiat"]
     return pa.table({"make": makes[::-1] if swapped else makes, "type": [0, 1, 0, 1, 0]})
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_two_ranks_train_as_one_and_a_resumed_run_as_an_uninterrupted_one(mixed: Path, tmp_path: Path) -> None:
-    one, two, resumed = (tmp_path / name for name in ("one", "two", "resumed"))
-    call("train", mixed, "train.epochs=2", "train.checkpoint_every=7", "--run-dir", one)
-    distembed("train", mixed, "train.epochs=2", "--run-dir", two, ranks=2)
-    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
-    assert losses(one)[-1] < losses(one)[0]
-    call("train", mixed, "train.epochs=2", "--run-dir", stopped_at(56, one, resumed), "--resume")
-    assert losses(resumed) == losses(one)
-    evaluated = [json.loads((tmp_path / run / "evaluation.json").read_text()) for run in ("one", "two")]
-    assert evaluated[0]["logloss"] == pytest.approx(evaluated[1]["logloss"], rel=1e-5)
-    distembed("evaluate", tmp_path / "two")
 
 
 def test_a_run_is_not_used_with_other_assignments(mixed: Path, tmp_path: Path) -> None:
