@@ -68,6 +68,52 @@ class _CompositionName:
         return one_of("composition", value, COMPOSITIONS)
 
 
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
+class AdmissionConfig:
+    """When a managed id gets a slot.
+
+    Attributes:
+        min_count: The occurrences between two evictions that an id needs.
+        candidates: The most ids that are counted until then, in all; None for a quarter of ``size``.
+    """
+
+    min_count: int = Field(default=1, ge=1, le=2**31 - 1)
+    candidates: int | None = Field(default=None, ge=1, le=2**31 - 1)
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
+class EvictionConfig:
+    """When and by which score the slots of managed ids go to other ids.
+
+    Attributes:
+        policy: The score of an id: ``lfu`` its occurrences, ``lru`` the step of the last one, ``distance_lfu``
+            the occurrences divided by 1 + the steps since the last one.
+        every: The number of steps between two evictions.
+        reset: Whether rows of an evicted id that no other slot shares start again, from initial values and states.
+    """
+
+    policy: Literal["lfu", "lru", "distance_lfu"] = "lfu"
+    every: int = Field(default=1000, ge=1)
+    reset: bool = True
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
+class ManagedConfig:
+    """The setting ``ids`` of a table: raw ids are given slots in training, and the partition divides slots.
+
+    Attributes:
+        kind: Always ``managed``.
+        size: The number of the table's ids: slots, 0 for missing values and 1 for unknown ones.
+        admission: When an id gets a slot.
+        eviction: When an id loses it.
+    """
+
+    size: int = Field(ge=3, le=2**31 - 1)
+    kind: Literal["managed"] = "managed"
+    admission: AdmissionConfig = AdmissionConfig()
+    eviction: EvictionConfig = EvictionConfig()
+
+
 # a dataclass has the fields of its last base first: this is the order in which configs are written
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class TableConfig(

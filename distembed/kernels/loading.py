@@ -84,6 +84,19 @@ def load_kernels(lanes: int) -> Kernels:
 
 
 @cache
+def load_identities() -> tuple[Callable[..., None], Callable[..., None]]:
+    """Returns ``admit`` and ``insert`` of the hash table of identities; raises a UserError as :func:`load_kernels`."""
+    reason = reason_unavailable()
+    if reason is not None:
+        raise UserError(f"training with managed ids: {reason}.")
+    identities = import_module("distembed.kernels.identities")
+    with _one_at_a_time():
+        _compile(identities.admit, identities.ADMIT)
+        _compile(identities.insert, identities.INSERT)
+    return identities.admit, identities.insert
+
+
+@cache
 def reason_not_compiled(lanes: int) -> str | None:
     """Compiles the kernels; returns None on success, else the reason, which is logged as a warning."""
     try:

@@ -1,0 +1,41 @@
+"""Managed ids against an independent dictionary of the same policy."""
+
+import numpy as np
+import pytest
+import torch
+
+from distembed.embedding.managed import ManagedIds
+from distembed.embedding.managed_sizes import ManagedSizes
+from tests.embedding.managed_dictionary import DictionaryPolicy, managed_config, skewed_stream
+
+
+@pytest.mark.parametrize(
+    "size, policy, min_count, candidates",
+    [(5_000, "lfu", 2, None), (5_000, "lru", 3, 20_000), (2_000, "distance_lfu", 1, 700), (300_000, "lru", 1, 10_000)],
+)
+def test_equal_to_a_dictionary(size: int, policy: str, min_count: int, candidates: int | None) -> None:
+    config = managed_config(size, policy, min_count=min_count, candidates=candidates, every=max(20, size // 3000))
+    sizes = ManagedSizes("t", config)
+    managed, expected = ManagedIds(sizes), DictionaryPolicy(config)
+    for batch in np.split(skewed_stream(1_000_000, 200 * size), 500):
+        managed.start_batch()
+        assert managed.admit(batch).tolist() == expected.batch(batch.tolist())
+        if expected.clock % config.eviction.every == 0:
+            assert managed.evict().tolist() == expected.evict()
+            assert managed.lookup(torch.from_numpy(batch)).tolist() == expected.lookup(batch.tolist())
+    assert expected.evicted > 50
+    assert int(managed.state["used"][:, 3].sum()) == expected.evicted
+    saved = sum(state.nbytes for state in managed.state.values())
+    assert (saved, saved + managed._places.nbytes) == (sizes.saved_bytes, sizes.memory_bytes)
+
+
+def test_with_room_for_all_ids_slots_are_a_vocabulary() -> None:
+    stream = skewed_stream(100_000)
+    managed = ManagedIds(ManagedSizes("t", managed_config(len(set(stream.tolist())) + 1)))
+    slots = np.concatenate([managed.admit(batch) for batch in np.split(stream, 100)])
+    numbers = {0: 0}
+    for id in stream.tolist():
+        numbers.setdefault(id, len(numbers) + 1)
+    assert slots.tolist() == [numbers[id] for id in stream.tolist()]
+    ids, known = managed.known()
+    assert dict(zip(ids.tolist(), known.tolist(), strict=True)) | {0: 0} == numbers
