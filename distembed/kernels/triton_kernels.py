@@ -128,26 +128,23 @@ def _composed(
 
 @triton.jit
 def _pool(
-    ids,
-    id_weights,
-    parts,
-    weights,
-    outputs,
-    features,
-    starts,
-    ends,
-    vectors,
+    batch,
+    bags,
+    GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
-    FIRST: tl.constexpr,
-    STOP: tl.constexpr,
-    COLUMN_START: tl.constexpr,
-    NUM_COLUMNS: tl.constexpr,
-    PADDED: tl.constexpr,
+    GROUPS: tl.constexpr,
     RULES: tl.constexpr,
     IS_PRODUCT: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
 ):
-    """Writes the output columns that partitions ``FIRST`` to ``STOP - 1`` share: the lane's ids composed and summed."""
+    """Writes the output columns that the partitions of ``GROUP`` share: the lane's ids composed and summed."""
+    ids, id_weights, parts, weights, outputs = batch
+    features, starts, ends, vectors = bags
+    FIRST: tl.constexpr = GROUPS[5 * GROUP]
+    STOP: tl.constexpr = GROUPS[5 * GROUP + 1]
+    COLUMN_START: tl.constexpr = GROUPS[5 * GROUP + 2]
+    NUM_COLUMNS: tl.constexpr = GROUPS[5 * GROUP + 3]
+    PADDED: tl.constexpr = GROUPS[5 * GROUP + 4]
     # all lanes of a tile take as many steps as its longest bag; a lane without a further id adds zeros
     sums = tl.zeros([starts.shape[0], PADDED], tl.float32)
     for step in range(0, tl.max(ends - starts, 0)):
@@ -191,28 +188,10 @@ def compose(
     ``GROUPS`` has five numbers for each group of partitions that share columns: first partition, last partition + 1,
     first column, number of columns, and this number rounded up to a power of two.
     """
-    features, starts, ends, vectors = _bags(offsets, num_ids, num_bags, num_features, POOLS, LANES, PADDED_FEATURES)
+    bags = _bags(offsets, num_ids, num_bags, num_features, POOLS, LANES, PADDED_FEATURES)
+    batch = (ids, id_weights, parts, weights, outputs)
     for i in tl.static_range(NUM_GROUPS):
-        _pool(
-            ids,
-            id_weights,
-            parts,
-            weights,
-            outputs,
-            features,
-            starts,
-            ends,
-            vectors,
-            WIDTH,
-            GROUPS[5 * i],
-            GROUPS[5 * i + 1],
-            GROUPS[5 * i + 2],
-            GROUPS[5 * i + 3],
-            GROUPS[5 * i + 4],
-            RULES,
-            IS_PRODUCT,
-            HAS_WEIGHTS,
-        )
+        _pool(batch, bags, i, WIDTH, GROUPS, RULES, IS_PRODUCT, HAS_WEIGHTS)
 
 
 @triton.jit(do_not_specialize=SIZES)

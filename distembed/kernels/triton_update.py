@@ -60,15 +60,8 @@ def _shaken(values, seed, starts, columns):
 def _finish(
     sums,
     are_whole,
-    keys,
-    sorted_positions,
-    features,
-    parts,
-    target,
-    states,
-    learning_rate,
-    eps,
-    seed,
+    runs,
+    update,
     J: tl.constexpr,
     NUM_PARTITIONS: tl.constexpr,
     NUM_COLUMNS: tl.constexpr,
@@ -76,8 +69,14 @@ def _finish(
     ACTION: tl.constexpr,
     ROUNDS_AT_RANDOM: tl.constexpr,
 ):
-    """Updates the rows of ``keys`` by ``sums`` of their gradients, or writes the sums, in lanes that ``are_whole``."""
+    """Updates rows by ``sums`` of their gradients, or writes the sums, in lanes that ``are_whole``.
+
+    ``runs`` are the rows' keys, and the sorted positions and features of the ids at which they are finished; ``update``
+    has the parts' fields, the target, the states, the learning rate, eps and the seed.
+    """
     # the optimizers' equations are in kernels.update._update_row
+    keys, sorted_positions, features = runs
+    parts, target, states, learning_rate, eps, seed = update
     columns = tl.arange(0, PADDED)
     mask = are_whole[:, None] & (columns < NUM_COLUMNS)[None, :]
     if ACTION == WRITE_AT_KEY:
@@ -119,15 +118,8 @@ def _finish(
 
 @triton.jit
 def _contributions(
-    positions,
-    are_ids,
-    owners,
-    keys,
-    id_weights,
-    gradients,
-    parts,
-    weights,
-    features,
+    ids,
+    batch,
     J: tl.constexpr,
     WIDTH: tl.constexpr,
     COLUMN_START: tl.constexpr,
@@ -138,8 +130,10 @@ def _contributions(
 ):
     """Returns each id's share of the gradient of its row in partition ``J``: weight * gradient * its other rows.
 
-    ``positions`` are the ids' places in the batch, ``owners`` the numbers of their vectors.
+    ``ids`` are the ids' places in the batch, whether there is one, their features and the numbers of their vectors.
     """
+    positions, are_ids, features, owners = ids
+    keys, id_weights, gradients, parts, weights = batch
     num_partitions: tl.constexpr = len(weights)
     columns = tl.arange(0, PADDED)
     mask = are_ids[:, None] & (columns < NUM_COLUMNS)[None, :]
@@ -195,6 +189,8 @@ def sum_runs(
     # `before` is the key before the chunk, `key` the current and `following` the next one. A run ends where the key
     # changes or the chunk does; `is_new` tells that it began in this chunk. Ids without a key (-1) sort first.
     num_partitions: tl.constexpr = len(weights)
+    batch = (keys, id_weights, gradients, parts, weights)
+    update = (parts, target, states, learning_rate, eps, seed)
     chunks = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     columns = tl.arange(0, PADDED)
     is_column = (columns < NUM_COLUMNS)[None, :]
@@ -211,47 +207,14 @@ def sum_runs(
         )
         are_ids = key >= 0
         positions, features, vectors = _owners(order, owners, sorted_positions, are_ids, num_features, POOLS)
-        sums += _contributions(
-            positions,
-            are_ids,
-            vectors,
-            keys,
-            id_weights,
-            gradients,
-            parts,
-            weights,
-            features,
-            J,
-            WIDTH,
-            COLUMN_START,
-            NUM_COLUMNS,
-            PADDED,
-            IS_PRODUCT,
-            HAS_WEIGHTS,
-        )
+        ids = (positions, are_ids, features, vectors)
+        sums += _contributions(ids, batch, J, WIDTH, COLUMN_START, NUM_COLUMNS, PADDED, IS_PRODUCT, HAS_WEIGHTS)
         ends = are_ids & ((step == CHUNK - 1) | (following != key))
         is_new = key != before
         tl.store(heads + partial_sums, sums, mask=(ends & (key == before))[:, None] & is_column)
         tl.store(tails + partial_sums, sums, mask=(ends & is_new & (following == key))[:, None] & is_column)
-        _finish(
-            sums,
-            ends & is_new & (following != key),
-            key,
-            sorted_positions,
-            features,
-            parts,
-            target,
-            states,
-            learning_rate,
-            eps,
-            seed,
-            J,
-            num_partitions,
-            NUM_COLUMNS,
-            PADDED,
-            ACTION,
-            ROUNDS_AT_RANDOM,
-        )
+        are_whole, runs = ends & is_new & (following != key), (key, sorted_positions, features)
+        _finish(sums, are_whole, runs, update, J, num_partitions, NUM_COLUMNS, PADDED, ACTION, ROUNDS_AT_RANDOM)
         sums = tl.where(ends[:, None], 0.0, sums)
         key = following
 
@@ -306,24 +269,9 @@ def join_runs(
             goes_on = tl.min(are_same.to(tl.int32), 0)
         zero = tl.zeros([1], tl.int64)
         _, features, _ = _owners(order, owners, zero + last_position, zero == 0, num_features, POOLS)
+        runs, update = (zero + key, zero + last_position, features), (parts, target, states, learning_rate, eps, seed)
         _finish(
-            sums[None, :],
-            zero == 0,
-            zero + key,
-            zero + last_position,
-            features,
-            parts,
-            target,
-            states,
-            learning_rate,
-            eps,
-            seed,
-            J,
-            NUM_PARTITIONS,
-            NUM_COLUMNS,
-            PADDED,
-            ACTION,
-            ROUNDS_AT_RANDOM,
+            sums[None, :], zero == 0, runs, update, J, NUM_PARTITIONS, NUM_COLUMNS, PADDED, ACTION, ROUNDS_AT_RANDOM
         )
 
 
@@ -373,22 +321,5 @@ def update_rows(
         slots = key
     mask = are_runs[:, None] & (columns < NUM_COLUMNS)[None, :]
     gradients = tl.load(sums + (slots * NUM_COLUMNS)[:, None] + columns[None, :], mask=mask, other=0.0)
-    _finish(
-        gradients,
-        are_runs,
-        key,
-        sorted_positions,
-        features,
-        parts,
-        target,
-        states,
-        learning_rate,
-        eps,
-        seed,
-        J,
-        NUM_PARTITIONS,
-        NUM_COLUMNS,
-        PADDED,
-        ACTION,
-        ROUNDS_AT_RANDOM,
-    )
+    runs, update = (key, sorted_positions, features), (parts, target, states, learning_rate, eps, seed)
+    _finish(gradients, are_runs, runs, update, J, NUM_PARTITIONS, NUM_COLUMNS, PADDED, ACTION, ROUNDS_AT_RANDOM)
