@@ -7,11 +7,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.prepare.table import prepare_table
 from distembed.graph.prepare import NodeIds, prepare_graph
-from tests.graph.edge_files import DROP, table_of, write
+from tests.graph.edge_files import table_of, write
 from tests.graph.reference import check_graph, reference_rows
 
 SCHEMA = """
@@ -57,11 +56,3 @@ def test_edges_of_raw_values(dataset: Path, tmp_path: Path, table: str, column: 
     graph = prepare_graph([file], tmp_path / "out", NodeIds(dataset, table))
     size = next(each.num_embeddings for each in Manifest.load(dataset).schema.categorical if each.name == table)
     check_graph(graph, size, reference_rows([(ids[one], ids[other], 1) for one, other in edges], False))
-
-
-def test_values_that_the_table_lacks(dataset: Path, tmp_path: Path) -> None:
-    file = write(tmp_path / "edges.parquet", table_of([NUMBERS[0], 12], [NUMBERS[1], NUMBERS[2]]))
-    with pytest.raises(UserError, match="source is '?12'?, "):
-        prepare_graph([file], tmp_path / "out", NodeIds(dataset, "number"))
-    graph = prepare_graph([file], tmp_path / "out", NodeIds(dataset, "number"), DROP)
-    assert graph.details["dropped"]["unknown"] == 1

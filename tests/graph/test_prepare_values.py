@@ -174,25 +174,9 @@ def test_columns_that_are_no_edges_are_refused(tmp_path: Path, table: Mapping[st
         ("a.csv", b"1,2\n3,4\n", "has no column 'source', 'target', .* It has '1', '2'"),
         ("a.csv", b"source,target,source\n1,2,3\n", "several columns named 'source'"),
         ("a.tsv", b"source,target\n1,2\n", "has no column 'source'"),
-        (
-            "a.csv.gz",
-            gzip.compress(b"source,target\n" + b"1,2\n" * 99, mtime=0)[:-12],
-            "a.csv.gz is a damaged gzip file",
-        ),
-        ("a.parquet", b"", "a.parquet is named as a Parquet file and is none"),
-        ("a.parquet", b"PAR1" * 9, "a.parquet cannot be read"),
-        *[
-            (name, content, said)
-            for text, said in (
-                ("source,target\n1,2\n".encode("utf-16"), "is text in UTF-16"),
-                (b"source,tar\xffget\n1,2\n", "has no column 'target'"),
-                (b"source,target\n1,\xff\n", "cannot be read"),
-                (b"source,target\n1,2,3\n", "line 2 is no row of its columns: b'1,2,3'"),
-                (b"source,target\n1,\x00\n", "row 1: target is"),
-                (b"source,target\n", "0 rows were read"),
-            )
-            for name, content in (("a.csv", text), ("a.csv.gz", gzip.compress(text, mtime=0)))
-        ],
+        ("a.csv", "source,target\n1,2\n".encode("utf-16"), "is text in UTF-16"),
+        ("a.csv", b"source,target\n1,2,3\n", "line 2 is no row of its columns: b'1,2,3'"),
+        ("a.csv.gz", gzip.compress(b"source,target\n1,\x00\n", mtime=0), "row 1: target is"),
         ("a.csv", b"", "0 rows were read"),
     ],
 )

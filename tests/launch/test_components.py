@@ -18,8 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchx import schedulers, specs
-from torchx.runner import get_runner
-from torchx.specs import AppState, file_linter, finder
+from torchx.specs import file_linter, finder
 from torchx.specs.builders import materialize_appdef
 
 from distembed.base.errors import UserError
@@ -31,7 +30,6 @@ from launch.components import bench, evaluate, prepare, train
 from launch.nodes import run as node_run
 from launch.nodes.run import await_host as wait
 from tests.ranks import free_port
-from tests.small_runs import distembed
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "launch" / "components.py"
@@ -355,27 +353,3 @@ def test_waiting_is_bounded_and_says_what_was_wrong(
         assert node_run.main() == 1
         told = capsys.readouterr().err
         assert reason in told and host in told
-
-
-def last_test_metrics(run: Path) -> dict[str, Any]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line.get("split") == "test"][-1]
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_two_nodes_on_this_machine_train_as_two_ranks_do(tmp_path: Path, config: Path) -> None:
-    run = tmp_path / "launched"
-    arguments = ["--config", str(config), "--run_dir", str(run), "-j", "2x1", "--python", sys.executable]
-    arguments += ["--cpu", "1", "--memMB", "2000"]
-    arguments += ["--rdzv_port", str(free_port()), "--env", "GLOO_SOCKET_IFNAME=lo,OMP_NUM_THREADS=1"]
-    with get_runner() as runner:
-        handle = runner.run_component(f"{FILE}:train", arguments, "local_cwd", {"log_dir": str(tmp_path / "logs")})
-        status = runner.wait(handle, wait_interval=0.2)
-    printed = "".join(path.read_text() for path in (tmp_path / "logs").rglob("std*.log"))
-    assert status.state == AppState.SUCCEEDED, printed
-    nodes = [path.name for path in (run / "launch" / "logs" / handle.rpartition("/")[2]).iterdir()]
-    assert sorted(nodes) == ["node-0", "node-1"]
-    distembed("train", config, "--run-dir", tmp_path / "direct", ranks=2)
-    launched, direct = (last_test_metrics(folder) for folder in (run, tmp_path / "direct"))
-    assert launched["logloss"] == direct["logloss"]

@@ -147,15 +147,6 @@ def test_a_cancelled_run_has_saved_and_goes_on(here: MiniSlurm, config: Path) ->
     wait_until(lambda: "cancelled" in status("run"), "it is not cancelled")
 
 
-@pytest.mark.slow
-def test_the_first_rank_to_fail_is_shown_with_its_traceback(here: MiniSlurm, config: Path) -> None:
-    diverging = "train.sparse_optimizer.learning_rate=1e38"
-    output = launch(config, "run", "-j", "2x1", "--max-restarts", 0, diverging, code=1)
-    for said in ("first to fail: RunError", "The loss is nan", "Traceback (most recent call last)"):
-        assert said in output
-    assert "go on with `distembed resume run`" in output
-
-
 @pytest.mark.slurm
 def test_a_mistake_that_shows_on_the_nodes_only_is_told_once_and_not_tried_again(
     here: MiniSlurm, config: Path, tmp_path: Path

@@ -3,7 +3,6 @@
 After a change that is meant: ``python -m tests.launch.test_requests`` writes the files anew; read their difference.
 """
 
-import copy
 import json
 import re
 import sys
@@ -14,7 +13,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
@@ -113,25 +111,6 @@ def test_volcano_takes_the_job_and_kubernetes_its_pods(j: str, fewest: int, max_
         kubernetes_validate.validate(pod, "1.30", strict=True)
     assert job["spec"]["minAvailable"] == fewest
     assert sum(task["minAvailable"] for task in job["spec"]["tasks"]) == fewest
-
-
-def test_the_schemas_find_what_is_wrong() -> None:
-    job = volcano_job(j="2x1")
-    for path, wrong in {
-        ("metadata", "name"): "1st",
-        ("spec", "minavailable"): 2,
-        ("spec", "minAvailable"): 3,
-        ("spec", "policies"): [{"event": "PodFailed", "action": "Retry"}],
-        ("spec", "plugins"): {"dns": []},
-    }.items():
-        spoilt = copy.deepcopy(job)
-        spoilt[path[0]][path[1]] = wrong
-        with pytest.raises((jsonschema.ValidationError, ValueError)):
-            volcano.validate(spoilt)
-    pod = {"apiVersion": "v1", "kind": "Pod", **copy.deepcopy(job["spec"]["tasks"][0]["template"])}
-    pod["spec"]["contaners"] = []
-    with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(pod, "1.30", strict=True)
 
 
 def answers(policies: list[dict[str, Any]]) -> dict[str, str]:
@@ -256,38 +235,6 @@ def test_a_job_is_submitted_asked_after_and_cancelled_on_kubernetes(api: type[Ap
         runner.cancel(handle)
     method, path, _ = api.asked[-1]
     assert (method, path.partition("?")[0]) == ("DELETE", f"{jobs}/{name}")
-
-
-@pytest.fixture
-def aws(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    boto3, moto = pytest.importorskip("boto3"), pytest.importorskip("moto")
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "none")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    # jobs are to be taken, not run
-    with moto.mock_aws(config={"batch": {"use_docker": False}}):
-        role = boto3.client("iam").create_role(RoleName="r", AssumeRolePolicyDocument="{}")["Role"]["Arn"]
-        batch = boto3.client("batch")
-        environment = batch.create_compute_environment(
-            computeEnvironmentName="nodes", type="UNMANAGED", state="ENABLED", serviceRole=role
-        )["computeEnvironmentArn"]
-        order = [{"order": 1, "computeEnvironment": environment}]
-        batch.create_job_queue(jobQueueName="research", state="ENABLED", priority=1, computeEnvironmentOrder=order)
-        yield batch
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Cannot determine resource instance type")
-def test_aws_batch_takes_the_job(aws: Any) -> None:
-    # boto3 itself refuses fields that the service does not know
-    with get_runner() as runner:
-        handle = runner.run(app(j="3x8", max_retries=2, **BOX), "aws_batch", {"queue": "research"})
-        name = handle.rpartition(":")[2]
-    (definition,) = aws.describe_job_definitions()["jobDefinitions"]
-    assert definition["jobDefinitionName"] == name
-    assert (definition["type"], definition["retryStrategy"]["attempts"]) == ("multinode", 10)
-    (job,) = aws.list_jobs(jobQueue="research", filters=[{"name": "JOB_NAME", "values": [name]}])["jobSummaryList"]
-    assert job["jobName"] == name
 
 
 @pytest.mark.filterwarnings("ignore:Cannot determine resource instance type")

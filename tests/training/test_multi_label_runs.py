@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.csv as pcsv
 import pyarrow.parquet as pq
 import pytest
 import yaml
@@ -17,7 +16,6 @@ import distembed as package
 from distembed.data.dataset.schema import Label
 from distembed.models import MODELS
 from distembed.serving.model_folder.reading import read_manifest
-from tests.server.asgi import post, served
 from tests.server.exported_models import exported
 from tests.small_runs import ROWS, call, config_values, distembed, losses, metrics, stopped_at, write_dataset
 
@@ -157,103 +155,6 @@ def test_a_run_of_one_of_the_labels_equals_a_run_on_that_label(config: Path, tmp
         tmp_path / "more", change=with_labels, label=None, labels=(Label("label"), *LABELS), weight="importance"
     )
     assert call("evaluate", chosen, "--data", more, "--json") == call("evaluate", chosen, "--json")
-
-
-MOVIELENS = """
-text: {separator: "\t"}
-labels:
-  rating: {column: "rating:float", kind: number}
-  liked: {column: "rating:float", at_least: 4}
-  loved: {column: "rating:float", at_least: 5}
-categorical:
-  user: {column: "user_id:token", kind: integer}
-  item: {column: "item_id:token", kind: integer}
-split: 0.8,0.1,0.1
-"""
-
-
-@pytest.fixture(scope="module")
-def ratings(movielens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The dataset of MovieLens-100k with a number and two binary labels of each rating."""
-    folder = tmp_path_factory.mktemp("movielens")
-    (folder / "schema.yaml").write_text(MOVIELENS)
-    call(
-        "prepare", "table", movielens / "ml-100k.inter", "--schema", folder / "schema.yaml", "--output", folder / "data"
-    )
-    return folder / "data"
-
-
-def write_rating_config(path: Path, dataset: Path, model: dict[str, Any], labels: dict[str, Any]) -> Path:
-    values = {
-        "data": {"path": str(dataset)},
-        "model": model,
-        "embedding": {"default": {"partition": "naive", "embedding_dim": 8}},
-        "task": {"name": "multi", "labels": labels},
-        "train": {
-            **{"batch_size": 1000, "precision": "fp32", "device": "cpu", "log_every": 2, "checkpoint_every": 41},
-            "dense_optimizer": {"name": "adam", "learning_rate": 0.003},
-            "sparse_optimizer": {"name": "row_wise_adagrad", "learning_rate": 0.1},
-        },
-    }
-    path.write_text(yaml.safe_dump(values))
-    return path
-
-
-def train_on_ranks(config: Path, one: Path, two: Path) -> None:
-    """Trains on one rank and on two, and compares all losses and metrics of labels."""
-    call("train", config, "--run-dir", one)
-    distembed("train", config, "--run-dir", two, ranks=2)
-    for kind in ("train", "eval"):
-        assert logged(one, kind)
-        for own, other in zip(logged(one, kind), logged(two, kind), strict=True):
-            assert own == pytest.approx(other, rel=1e-5)
-
-
-@pytest.mark.thorough
-@pytest.mark.distributed
-def test_ratings_and_likes_of_movielens_on_ranks_resumed_exported_and_served(
-    movielens: Path, ratings: Path, tmp_path: Path
-) -> None:
-    model = {"name": "mmoe", "num_experts": 2, "deep": [32], "tower": [8]}
-    labels = {"rating": {"clip": [1, 5]}, "liked": {}}
-    config = write_rating_config(tmp_path / "config.yaml", ratings, model, labels)
-    one, two, resumed = (tmp_path / run for run in ("one", "two", "resumed"))
-    train_on_ranks(config, one, two)
-    # step 41 of 80 is within the epoch and within a window of metrics
-    call("train", config, "--run-dir", stopped_at(41, one, resumed), "--resume")
-    assert logged(resumed) == logged(one) and logged(resumed, "eval") == logged(one, "eval")
-    found = json.loads((one / "evaluation.json").read_text())
-    assert found["rating.rmse"] < 1.0 and found["liked.auc"] > 0.7  # the mean rating has an RMSE of 1.12
-
-    table = pcsv.read_csv(movielens / "ml-100k.inter", parse_options=pcsv.ParseOptions(delimiter="\t")).slice(0, 200)
-    rows = table.select(["user_id:token", "item_id:token"]).to_pylist()
-    expected = package.load(one).predict(rows)
-    folder = exported(one, tmp_path / "model")
-    parity = read_manifest(folder).parity
-    assert parity.largest_difference < 1e-5 and parity.exported == pytest.approx(parity.trained, abs=1e-5)
-    answer = post(served(folder), {"rows": rows}).json()
-    assert list(answer) == ["rating", "liked"]
-    for name in answer:
-        np.testing.assert_allclose(answer[name], expected[name].to_numpy(), atol=1e-5)
-    given = table["rating:float"].to_numpy()
-    assert root_mean_squared_error(given, answer["rating"]) < 1.0 and roc_auc_score(given >= 4, answer["liked"]) > 0.7
-
-
-@pytest.mark.thorough
-@pytest.mark.distributed
-def test_esmm_ranks_the_best_of_the_liked_films_of_movielens_on_ranks(ratings: Path, tmp_path: Path) -> None:
-    """A rating of 5 after one of 4 or more, as a conversion after a click."""
-    labels = {"liked": {}, "loved": {"after": "liked"}}
-    config = write_rating_config(tmp_path / "config.yaml", ratings, {"name": "esmm", "deep": [32]}, labels)
-    train_on_ranks(config, tmp_path / "one", tmp_path / "two")
-    found = json.loads((tmp_path / "two" / "evaluation.json").read_text())
-    call("predict", tmp_path / "two", "--output", tmp_path / "predictions.parquet")
-    table = pq.read_table(tmp_path / "predictions.parquet").to_pandas().astype(np.float64)
-    liked = table[table["liked.label"] == 1]
-    assert found["loved.cvr_rows"] == len(liked)
-    auc = roc_auc_score(liked["loved.label"], liked["loved"] / liked["liked"])
-    assert found["loved.cvr_auc"] == pytest.approx(auc, abs=1e-6)
-    assert auc > 0.6
 
 
 @pytest.mark.thorough

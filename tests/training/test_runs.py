@@ -235,23 +235,6 @@ def test_a_run_that_was_killed_before_it_had_recorded_itself_starts_again(config
         call("train", config, "--run-dir", tmp_path / "full", "--resume-or-start")
 
 
-@pytest.mark.parametrize("delay", [0.0, pytest.param(0.2, marks=pytest.mark.slow)])
-def test_kill_leaves_only_whole_checkpoints(config: Path, tmp_path: Path, delay: float) -> None:
-    run = tmp_path / "run"
-    process = start(config, run, "train.checkpoint_every=1", "train.keep_checkpoints=3")
-    wait_for_steps(run, process, 5)
-    time.sleep(delay)
-    kill(process)
-    assert "logloss" in call("evaluate", run)  # reads the newest
-    step = max(int(p.name.split("-")[1]) for p in (run / "checkpoints").glob("step-*"))
-    assert step in [line["step"] for line in metrics(run, "train")]
-    resumed = start(config, run, "train.checkpoint_every=1", "train.keep_checkpoints=3", "--resume")
-    wait_for_steps(run, resumed, step + 3)
-    kill(resumed)
-    steps = [line["step"] for line in metrics(run, "train")]
-    assert steps == list(range(1, steps[-1] + 1)) and steps[-1] > step
-
-
 def test_a_loss_that_is_not_finite_stops_the_run(config: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     data = write_dataset(tmp_path / "wild", dense_scale=1e30)

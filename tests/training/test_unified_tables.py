@@ -21,8 +21,6 @@ from distembed.training.describe import describe
 from tests.in_process import in_this_process as command
 from tests.server.asgi import post, served
 from tests.server.exported_models import exported, json_rows, trained_run
-from tests.small_runs import distembed as on_ranks
-from tests.small_runs import losses
 
 FEATURES = ["genres", "site", "number"]  # the first is a list
 STORE = {"partition": "multi_hash", "num_buckets": 20, "composition": "concat", "force": True, "features": FEATURES}
@@ -64,25 +62,6 @@ def test_description_and_plan_have_the_bytes_that_the_checkpoint_has(run: Path) 
     planned = json.loads(command("plan", run / "config.yaml", *settings).stdout)
     (table,) = [each for each in planned["tables"] if each["name"] == "store"]
     assert table["bytes_of_one_copy"] == 2 * num_bytes  # Adagrad has a number for each number
-
-
-@pytest.mark.thorough
-@pytest.mark.distributed
-def test_ranks_train_as_one_process_and_read_each_others_checkpoints(run: Path, tmp_path: Path) -> None:
-    config = run.parent / "config.yaml"
-    on_ranks(
-        *("train", config, "train.max_steps=2", "plan.sharding_types=[row_wise]", "train.checkpoint_every=1"),
-        *("--run-dir", tmp_path / "two"),
-        ranks=2,
-    )
-    # the third step by one process, on the checkpoint of two
-    command("train", config, "train.max_steps=3", "--run-dir", tmp_path / "two", "--resume")
-    assert losses(tmp_path / "two") == pytest.approx(losses(run), rel=1e-4)
-    one, two = (saved(folder) for folder in (run, tmp_path / "two"))
-    for key in one:
-        if "store__p" in key:
-            torch.testing.assert_close(two[key], one[key], rtol=1e-4, atol=1e-6)
-    command("train", config, "train.max_steps=2", "sse.default={p0: 0.3}", "--run-dir", tmp_path / "sse")
 
 
 @pytest.mark.thorough
