@@ -5,35 +5,15 @@ takes the section. ``build`` names the class by its place, so that torch is load
 """
 
 from dataclasses import Field as DataclassField
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
-
-from pydantic import AfterValidator, Field
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from distembed.base.errors import UserError
-from distembed.base.names import nearest
-from distembed.base.validation import Count
 from distembed.data.dataset.schema import Schema
 from distembed.models.config import ItemModelConfig
 
 if TYPE_CHECKING:
     from distembed.tasks.base import Task
     from distembed.tasks.binary_metrics import Floats
-
-
-def _rising(cutoffs: list[int]) -> list[int]:
-    if cutoffs != sorted(set(cutoffs)):
-        raise ValueError(f"cutoffs is {cutoffs}; give each number once, in rising order")
-    return cutoffs
-
-
-ExcludeSeen = Literal["auto"] | bool
-"""Whether evaluations and predictions leave out items that a user has; see :mod:`distembed.tasks.seen_items`.
-
-A run's config has the decision in the place of ``auto``. Runs of earlier versions have none: they exclude seen items.
-"""
-
-Cutoffs = Annotated[list[Count], Field(min_length=1), AfterValidator(_rising)]
-"""The numbers k of metrics of the best k items."""
 
 
 class TaskConfig(Protocol):
@@ -129,23 +109,6 @@ def batch_schema(task: TaskConfig, schema: Schema) -> Schema:
     return task.batch_schema(schema) if isinstance(task, AddingTaskConfig) else schema
 
 
-def require_among(headline: str | None, known_metrics: list[str]) -> None:
-    """Refuses a headline metric that the task does not compute."""
-    if headline is not None and headline not in known_metrics:
-        guess = nearest(headline, known_metrics)
-        hint = "" if guess is None else f" (did you mean {guess!r}?)"
-        raise ValueError(f"headline is {headline!r}, which is not known{hint}; known: {', '.join(known_metrics)}")
-
-
-def require_no_weights(task: str, schema: Schema) -> None:
-    """Refuses rows with weights, which the task would not look at."""
-    if schema.weight is not None:
-        raise UserError(
-            f"task.name is {task!r}, which takes all rows alike, and the rows of this dataset have weights, in the "
-            f"column {schema.weight!r}; make a dataset without them."
-        )
-
-
 def require_one_label(task: str, schema: Schema) -> None:
     """Refuses rows with several labels, since the task learns a single one."""
     if schema.labels:
@@ -153,12 +116,4 @@ def require_one_label(task: str, schema: Schema) -> None:
             f"task.name is {task!r}, which predicts one label, and the rows of this dataset have several: "
             f"{', '.join(schema.label_names)}. Train a model of all of them by task={{name: multi}}, or make a dataset "
             "of one of them, with `label: {column: ...}` in the schema in the place of `labels`."
-        )
-
-
-def require_below(cutoffs: list[int], num_items: int) -> None:
-    """Refuses metrics of longer lists than there are items."""
-    if cutoffs[-1] > num_items:
-        raise UserError(
-            f"task.cutoffs has {cutoffs[-1]:,}, above the {num_items:,} ids of this dataset's items; lower it."
         )

@@ -37,7 +37,7 @@ from distembed.sse import IdPerturbation
 from distembed.tasks.base import BatchPosition, Outputs, Rows, TaskContext
 from distembed.tasks.catalogue import NOT_RANKED, CatalogueRanking, NegativeDraws, UserItems, item_weights
 from distembed.tasks.catalogue.softmax import catalogue_cross_entropy, drawn_cross_entropy, in_batch_cross_entropy
-from distembed.tasks.next_item_config import NEXT_ITEM_KINDS, SAMPLED_KINDS, NextItemConfig
+from distembed.tasks.next_item_config import SAMPLED_KINDS, NextItemConfig
 from distembed.tasks.ranking_metrics import RankingMetrics
 from distembed.tasks.recommendations import (
     HAS_NEGATIVES,
@@ -75,7 +75,7 @@ class NextItemTask(RecommendingTask):
         num_ranked = config.sampled_candidates + 1
         shown = tuple(f"{kind}@{max(config.cutoffs)}" for kind in SAMPLED_KINDS)
         self._sampled = RankingMetrics(tuple(config.cutoffs), num_ranked) if config.sampled_candidates else None
-        super().__init__(config, NEXT_ITEM_KINDS, self._sampled.reported(SAMPLED_KINDS, shown) if self._sampled else ())
+        super().__init__(config, self._sampled.reported(SAMPLED_KINDS, shown) if self._sampled else ())
         self._row_name = "rows"
         self.outputs = (*self.outputs, *(("sampled",) if self._sampled else ()))
         self.unknown_columns = (USER,)

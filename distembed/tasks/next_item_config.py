@@ -12,27 +12,19 @@ from distembed.base.names import STRICT
 from distembed.base.validation import Count
 from distembed.data.dataset.schema import ITEM, ITEM_NEGATIVE, ITEM_TARGET, Schema
 from distembed.optim.config import NonNegativeNumber
-from distembed.tasks.config import (
-    Cutoffs,
-    ExcludeSeen,
-    require_among,
-    require_below,
-    require_no_weights,
-    require_one_label,
-)
+from distembed.tasks.recommending_config import RecommendingConfig
 from distembed.tasks.reported_metrics import ranking_metric_names
 
 if TYPE_CHECKING:
     from distembed.tasks.base import Task
 
-NEXT_ITEM_KINDS = ("ndcg", "hr", "mrr")
 SAMPLED_KINDS = ("ndcg", "hr")
-"""Kinds of metrics that the task reports: among all items, and among drawn ones."""
+"""Kinds of metrics that the task reports among drawn items."""
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
-class NextItemConfig:
-    """The section of :class:`distembed.tasks.NextItemTask`.
+class NextItemConfig(RecommendingConfig):
+    """The section of :class:`distembed.tasks.NextItemTask`; the metric is the NDCG at the last cutoff unless set.
 
     Attributes:
         name: The task's name, ``next_item``.
@@ -46,13 +38,10 @@ class NextItemConfig:
             frequency.
         sampled_candidates: Number of items, uniformly drawn from all candidates but the target, among which targets are
             ranked in evaluations, beside the ranking among all; 0 for none.
-        cutoffs: The numbers k of the metrics, in rising order.
-        exclude_seen: Whether evaluations and predictions leave out the items that precede the one to predict; ``auto``
-            leaves them out unless users repeat items.
-        headline: Name of the metric by which models are compared; null for the NDCG at the last cutoff.
     """
 
     takes: ClassVar[str] = "sequences"
+    kinds = ("ndcg", "hr", "mrr")
     name: Literal["next_item"] = "next_item"
     max_length: Count = 50
     loss: Literal["softmax", "sampled_softmax", "binary"] = "softmax"
@@ -60,14 +49,6 @@ class NextItemConfig:
     num_negatives: Annotated[int, Field(gt=0, le=10_000)] = 1
     negative_exponent: NonNegativeNumber = 0.0
     sampled_candidates: Annotated[int, Field(ge=0, le=10_000)] = 100
-    cutoffs: Cutoffs = dataclasses.field(default_factory=lambda: [1, 5, 10])
-    exclude_seen: ExcludeSeen = "auto"
-    headline: str | None = None
-
-    @model_validator(mode="after")
-    def _headline_is_computed(self) -> "NextItemConfig":
-        require_among(self.headline, ranking_metric_names(NEXT_ITEM_KINDS, self.cutoffs) + self._sampled_metrics)
-        return self
 
     @model_validator(mode="after")
     def _negatives_fit_loss_and_cutoffs(self) -> "NextItemConfig":
@@ -79,6 +60,11 @@ class NextItemConfig:
                 f"{self.cutoffs[-1]} of cutoffs; draw more candidates, or give 0 for none"
             )
         return self
+
+    @property
+    def metric_names(self) -> list[str]:
+        """Names of the metrics that the task computes."""
+        return super().metric_names + self._sampled_metrics
 
     @property
     def _sampled_metrics(self) -> list[str]:
@@ -95,11 +81,6 @@ class NextItemConfig:
         """Whether negatives are drawn for each target."""
         return self.loss != "softmax" and self.negatives == "drawn"
 
-    @property
-    def excludes_seen(self) -> bool:
-        """Whether seen items are left out, in a run that has started."""
-        return self.exclude_seen is not False
-
     def build(self) -> "Task":
         task: Task = imported("distembed.tasks.next_item:NextItemTask")(self)
         return task
@@ -111,15 +92,14 @@ class NextItemConfig:
             UserError: The dataset has no sequences of items, or has weights or several labels, or a cutoff exceeds its
                 items.
         """
-        require_no_weights(self.name, schema)
-        require_one_label(self.name, schema)
+        self.require_plain_rows(schema)
         items = next((feature for feature in schema.categorical if feature.name == ITEM and feature.multi_hot), None)
         if items is None:
             raise UserError(
                 f"task.name is 'next_item', and this dataset has no lists of the feature {ITEM!r}; make one with "
                 "`distembed prepare sequences`."
             )
-        require_below(self.cutoffs, items.num_embeddings)
+        self.require_items(items.num_embeddings)
         per_row = min(max(items.mean_ids_per_row - 1, 0.0), self.max_length)
         input_features = [
             dataclasses.replace(feature, mean_ids_per_row=per_row, max_ids_per_row=self.max_length)

@@ -24,7 +24,7 @@ from distembed.tasks.base import BatchPosition, Outputs, Sums, TaskContext
 from distembed.tasks.catalogue import CatalogueRanking, NegativeDraws, item_weights
 from distembed.tasks.config import batch_schema
 from distembed.tasks.pair_columns import PairColumns
-from distembed.tasks.ranking_config import RANKING_KINDS, RankingConfig
+from distembed.tasks.ranking_config import RankingConfig
 from distembed.tasks.rating import squares
 from distembed.tasks.recommendations import (
     HAS_NEGATIVES,
@@ -47,7 +47,7 @@ class RankingTask(RecommendingTask):
     scored_tables = (ITEM,)
 
     def __init__(self, config: RankingConfig) -> None:
-        super().__init__(config, RANKING_KINDS)
+        super().__init__(config)
         self._config = config
 
     def start(self, context: TaskContext) -> None:

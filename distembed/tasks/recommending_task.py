@@ -2,36 +2,23 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy.typing as npt
 
 from distembed.tasks.base import Outputs, Rows, Sums, Task
 from distembed.tasks.ranking_metrics import RankingMetrics, coverage, coverage_metric
 from distembed.tasks.recommendations import RECOMMENDATIONS, id_columns, prediction_columns
+from distembed.tasks.recommending_config import RecommendingConfig
 from distembed.tasks.reported_metrics import ReportedMetric, headline_first
 from distembed.tasks.seen_items import seen_items_rule
-
-
-class RankingSettings(Protocol):
-    """The settings of an evaluation that ranks items, in the section of a task."""
-
-    @property
-    def cutoffs(self) -> list[int]: ...
-
-    @property
-    def headline(self) -> str | None: ...
-
-    @property
-    def excludes_seen(self) -> bool: ...
 
 
 class RecommendingTask(Task):
     """Ranks all items for each query of an evaluation; predictions are the best items.
 
     Args:
-        settings: The settings of the evaluation.
-        kinds: Kinds of metrics to report, the headline's first; the first two are shown in the terminal.
+        settings: The section of the task; the first two of its kinds of metrics are shown in the terminal.
         more_metrics: Reported metrics of the task beside them.
         has_users: Whether each query has a user, who is named in predictions.
     """
@@ -40,16 +27,15 @@ class RecommendingTask(Task):
 
     def __init__(
         self,
-        settings: RankingSettings,
-        kinds: Sequence[str],
+        settings: RecommendingConfig,
         more_metrics: Sequence[ReportedMetric] = (),
         has_users: bool = True,
     ) -> None:
         self._settings = settings
         self._metrics = RankingMetrics(tuple(settings.cutoffs))
         self._num_best = max(settings.cutoffs)
-        shown = tuple(f"{kind}@{self._num_best}" for kind in kinds[:2])
-        reported = (*self._metrics.reported(kinds, shown), *more_metrics, coverage_metric(self._num_best))
+        shown = tuple(f"{kind}@{self._num_best}" for kind in settings.kinds[:2])
+        reported = (*self._metrics.reported(settings.kinds, shown), *more_metrics, coverage_metric(self._num_best))
         self.reported_metrics = headline_first(reported, settings.headline)
         first = 0 if has_users else 1
         self.prediction_columns = prediction_columns(self._num_best)[first:]

@@ -53,7 +53,7 @@ from distembed.tasks.recommendations import (
 )
 from distembed.tasks.recommending_task import RecommendingTask
 from distembed.tasks.retrieval_batches import FeatureRows, stacked
-from distembed.tasks.retrieval_config import RETRIEVAL_KINDS, RetrievalConfig
+from distembed.tasks.retrieval_config import RetrievalConfig
 from distembed.tasks.split_items import SplitItems
 
 NUM_ITEMS = "num_items"
@@ -68,7 +68,7 @@ class RetrievalTask(RecommendingTask):
     batch_fields = (SPARSE_FEATURES,)
 
     def __init__(self, config: RetrievalConfig) -> None:
-        super().__init__(config, RETRIEVAL_KINDS, has_users=config.user is not None)
+        super().__init__(config, has_users=config.user is not None)
         self._config = config
         self._num_negatives = config.num_negatives if config.loss == "sampled" else 0
         self.added_rows = dict.fromkeys(config.item_side, self._num_negatives) if self._num_negatives else {}

@@ -12,28 +12,17 @@ from distembed.base.names import STRICT, one_of
 from distembed.base.validation import Count
 from distembed.data.dataset.schema import USER, Schema
 from distembed.optim.config import NonNegativeNumber
-from distembed.tasks.config import (
-    Cutoffs,
-    ExcludeSeen,
-    require_among,
-    require_below,
-    require_no_weights,
-    require_one_label,
-)
 from distembed.tasks.pair_columns import PairColumns
-from distembed.tasks.reported_metrics import ranking_metric_names
+from distembed.tasks.recommending_config import Cutoffs, RecommendingConfig
 
 if TYPE_CHECKING:
     from distembed.models.config import ItemModelConfig
     from distembed.tasks.base import Task
 
-RETRIEVAL_KINDS = ("recall", "ndcg", "hr", "mrr")
-"""Kinds of metrics that the task reports."""
-
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
-class RetrievalConfig:
-    """The section of :class:`distembed.tasks.RetrievalTask`.
+class RetrievalConfig(RecommendingConfig):
+    """The section of :class:`distembed.tasks.RetrievalTask`; the metric is the recall at the last cutoff unless set.
 
     Attributes:
         name: The task's name, ``retrieval``.
@@ -43,29 +32,23 @@ class RetrievalConfig:
             uniformly, 1 for by frequency. An item without a pair is drawn as if it had one.
         user: The categorical feature that tells users apart: an evaluation has a query for each user, and
             ``exclude_seen`` leaves out a user's items. Null for a query for each row, and no seen items.
-        cutoffs: The numbers k of the metrics, in rising order.
-        exclude_seen: Whether evaluations and predictions leave out the items that the user has in the splits before the
-            one to predict; ``auto`` leaves them out unless users repeat items.
-        headline: Name of the metric by which models are compared; null for the recall at the last cutoff.
         item: The feature whose ids are the items; it is taken from ``model.item``.
         item_features: The item's other features; they are taken from ``model.item_features``.
     """
 
     takes: ClassVar[str] = "towers"
+    kinds = ("recall", "ndcg", "hr", "mrr")
     name: Literal["retrieval"] = "retrieval"
     loss: Literal["in_batch", "sampled"] = "in_batch"
     num_negatives: Count = 1024
     negative_exponent: NonNegativeNumber = 0.0
     user: str | None = USER
     cutoffs: Cutoffs = dataclasses.field(default_factory=lambda: [10, 100])
-    exclude_seen: ExcludeSeen = "auto"
-    headline: str | None = None
     item: str | None = None
     item_features: list[str] | None = None
 
     @model_validator(mode="after")
     def _settings_fit(self) -> "RetrievalConfig":
-        require_among(self.headline, ranking_metric_names(RETRIEVAL_KINDS, self.cutoffs))
         if self.loss == "in_batch":
             for name, default in (("num_negatives", 1024), ("negative_exponent", 0.0)):
                 if getattr(self, name) != default:
@@ -127,8 +110,7 @@ class RetrievalConfig:
             UserError: The dataset lacks the item or the user, or has several of them in a row, or weights, or several
                 labels, or a cutoff exceeds its items.
         """
-        require_no_weights(self.name, schema)
-        require_one_label(self.name, schema)
+        self.require_plain_rows(schema)
         features = {feature.name: feature for feature in schema.categorical}
         for setting, name in (("model.item", self.item_name), ("task.user", self.user)):
             if name is None:
@@ -140,7 +122,7 @@ class RetrievalConfig:
                 raise UserError(f"{setting} is {name!r}, a list in each row; name a feature with one id a row.")
         if self.user in self.item_side:
             raise UserError(f"task.user is {self.user!r}, which is a feature of the item; name a feature of users.")
-        require_below(self.cutoffs, features[self.item_name].num_embeddings)
+        self.require_items(features[self.item_name].num_embeddings)
         weight = "weight"
         while weight in schema.columns:
             weight += "_"
