@@ -110,27 +110,19 @@ def test_the_manifest_says_how_raw_values_become_ids_and_numbers(model: Path) ->
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("precision", ["int8", pytest.param("fp16", marks=pytest.mark.slow)])
-def test_tables_in_fewer_bits(
-    precision: Any, run: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(SplitRows, "find", lambda _: None)
-    folder = shards
-    if precision == "fp16":
-        folder = exported(run, tmp_path / "model", precision=precision, materialise="never")
-    manifest, weights = read_manifest(folder), trained_weights(run)
+def test_tables_in_fewer_bits(run: Path, shards: Path) -> None:
+    manifest, weights = read_manifest(shards), trained_weights(run)
     numbers = full = 0
     for feature, table in zip(manifest.features, manifest.tables, strict=True):
         own = [weight for name, weight in weights if name.startswith(f"{feature.table}__p")]
-        numbers += sum(w.numel() * 2 if precision == "fp16" else w.numel() + 8 * len(w) for w in own)
+        numbers += sum(w.numel() + 8 * len(w) for w in own)
         full += sum(w.numel() * 4 for w in own)
         assert table.form == "compositional"
     assert sum(table.bytes for table in manifest.tables) == numbers < full
     parity = manifest.parity
     assert 0 < parity.largest_difference < 0.01
-    expected = (None, None, 256) if precision == "fp16" else ("auc", "test", 60)
-    assert (parity.metric, parity.split, parity.rows) == expected
-    scores(folder)
+    assert (parity.metric, parity.split, parity.rows) == ("auc", "test", 60)
+    scores(shards)
 
 
 def trained_weights(run: Path) -> list[tuple[str, torch.Tensor]]:
@@ -346,29 +338,11 @@ def test_a_machine_that_scores_otherwise_is_found(model: Path) -> None:
         require_sample(model, replace(manifest), lambda *inputs: program(*inputs) * float("nan"))
 
 
-def with_tables(**settings: Any) -> dict[str, Any]:
-    """Returns an ``embedding`` section with settings of every table, and a table of its own for one feature."""
-    default = {"partition": "quotient_remainder", "embedding_dim": 8, "threshold": 10}
-    return {
-        "default": {**default, **settings},
-        "tables": {"number": {"partition": "chinese_remainder", "num_partitions": 3, "composition": "sum"}},
-    }
-
-
 VARIANTS: dict[str, dict[str, Any]] = {
     "dcn": {"model": {"name": "dcn", "deep": [16], "num_cross_layers": 2}},
     "sse": {"sse": {"default": {"p0": 0.2}}},
     "soft one-hot": {
         "model": {"name": "dlrm", "dense": "both", "bottom": [8], "top": [8], "soft_one_hot": {"bins": 5}}
-    },
-    "modulo": {"embedding": with_tables(id_policy="modulo")},
-    "clip_to_oov": {"embedding": with_tables(id_policy="clip_to_oov")},
-    "hashed": {"embedding": with_tables(hash_seed=3)},
-    "path_mlp": {"embedding": with_tables(composition="path_mlp", hidden=[4])},
-    "concat": {"embedding": with_tables(composition="concat")},
-    "feature": {
-        "model": {"name": "dcn", "deep": [8], "num_cross_layers": 1},
-        "embedding": with_tables(composition="feature"),
     },
 }
 

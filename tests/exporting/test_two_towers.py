@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -93,21 +92,6 @@ def test_towers_and_the_index_have_the_vectors_of_the_run(run: Path, model: Path
     lengths = torch.stack([each.lengths().long() for each in lists])
     vectors = item(torch.cat([each.values() for each in lists]), lengths, dense[:, columns])
     np.testing.assert_allclose(vectors, items.vectors, rtol=1e-5, atol=1e-6)
-
-
-def test_the_index_alone_gives_the_recommendations(run: Path, model: Path) -> None:
-    index = pq.read_table(model / "index" / "items.parquet")
-    assert index.schema.names == ["id", "item", "vector"] and index.schema.field("vector").type == pa.list_(
-        pa.float32(), 6
-    )
-    assert index["id"].to_pylist() == sorted(set(index["id"].to_pylist()))
-    vectors = np.stack(index["vector"].to_numpy())
-    loaded, asked = distembed.load(run), queries(run)
-    found = loaded.recommend(asked, k=NUM_ITEMS - len(max((seen_films(run, row["user"]) for row in asked), key=len)))
-    for query, user, own in zip(asked, loaded.user_vectors(asked), found.to_pylist(), strict=True):
-        left_out = np.isin(index["item"].to_pylist(), list(seen_films(run, query["user"])))
-        order = np.argsort(-np.where(left_out, -np.inf, vectors @ user))[: len(own["items"])]
-        assert own["items"] == [index["item"][int(place)].as_py() for place in order]
 
 
 def test_the_serving_example_recommends_as_the_run(run: Path, model: Path) -> None:

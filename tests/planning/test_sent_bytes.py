@@ -2,14 +2,10 @@
 
 import itertools
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from distembed.base.ranks import Ranks
 from distembed.embedding.settings import QuantizedCommsConfig, VectorExchange
@@ -21,66 +17,20 @@ from distembed.sharding.bag_collection import ShardedCompositionalEmbeddingBagCo
 from distembed.training.pipeline import StepPipeline
 from tests.planning.test_buffers import Case, batches, sharded, workload_of
 from tests.ranks import run_on_ranks
+from tests.sharding.test_traffic import CountBytes
 
 NUM_STEPS = 4
 
 
-class Sent:
-    """Counts what this rank gives to others, by the type of what is sent."""
-
-    def __init__(self) -> None:
-        self.ids = self.floats = 0
-
-    def count(self, tensor: Tensor, numbers: float) -> None:
-        if tensor.is_floating_point() or tensor.dtype == torch.uint8:  # of codecs to int8
-            self.floats += round(numbers * tensor.itemsize)
-        else:
-            self.ids += round(numbers * tensor.itemsize)
-
-    def all_to_all_single(self, output: Tensor, input: Tensor, *splits: Any, **named: Any) -> None:
-        sizes = named.get("input_split_sizes") or (splits[1] if len(splits) > 1 else None)
-        of_row = input.numel() // max(1, len(input))
-        group = named.get("group")
-        own = sizes[dist.get_rank(group)] if sizes else len(input) // dist.get_world_size(group)
-        self.count(input, (len(input) - own) * of_row)
-
-    def reduce_scatter_tensor(self, output: Tensor, input: Tensor, *_: Any, **__: Any) -> None:
-        self.count(input, input.numel() - output.numel())
-
-    def reduce_scatter(self, output: Tensor, inputs: list[Tensor], *_: Any, **named: Any) -> None:
-        own = dist.get_rank(named.get("group"))
-        self.count(output, sum(part.numel() for i, part in enumerate(inputs) if i != own))
-
-    def all_gather_into_tensor(self, output: Tensor, input: Tensor, *_: Any, **__: Any) -> None:
-        self.count(input, output.numel() - input.numel())
-
-    def all_gather(self, outputs: list[Tensor], input: Tensor, *_: Any, **__: Any) -> None:
-        self.count(input, (len(outputs) - 1) * input.numel())
-
-
-COLLECTIVES = ("all_to_all_single", "reduce_scatter_tensor", "reduce_scatter", "all_gather_into_tensor", "all_gather")
-
-
-@contextmanager
-def counted(sent: Sent) -> Iterator[None]:
-    originals = {name: getattr(dist, name) for name in COLLECTIVES}
-
-    def wrap(name: str) -> Any:
-        def call(*arguments: Any, **named: Any) -> Any:
-            given = {key: named[key] for key in ("output", "input", "output_tensor", "input_tensor") if key in named}
-            positional = [*given.values(), *arguments]
-            getattr(sent, name)(*positional, **{k: v for k, v in named.items() if k not in given})
-            return originals[name](*arguments, **named)
-
-        return call
-
-    for name in COLLECTIVES:
-        setattr(dist, name, wrap(name))
-    try:
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
+def sent(counted: CountBytes, are_ids: bool) -> int:
+    """Bytes that this rank gives to others, of ids and of what tells their number, or of vectors and gradients."""
+    return sum(
+        num_bytes
+        for (name, peer, dtype), num_bytes in counted.by_peer.items()
+        if name != "allreduce_" and peer != dist.get_rank()
+        # uint8 is of codecs to int8
+        if are_ids != (dtype.is_floating_point or dtype == torch.uint8)
+    )
 
 
 def check(rank: int, world_size: int, cases: list[Case]) -> None:
@@ -88,17 +38,17 @@ def check(rank: int, world_size: int, cases: list[Case]) -> None:
     for case in cases:
         model, optimizers = sharded(case, world_size)
         pipeline = StepPipeline(model, optimizers.combined, Ranks(rank, world_size, world_size, torch.device("cpu")))
-        sent, num_rows = Sent(), case.batch_size // world_size
-        with counted(sent):
+        num_rows = case.batch_size // world_size
+        with CountBytes() as counted:
             assert len(list(pipeline.outputs(batches(case, rank, num_rows, NUM_STEPS)))) == NUM_STEPS
         (module,) = [m for m in model.modules() if isinstance(m, ShardedCompositionalEmbeddingBagCollection)]
         workload = workload_of(case, NetworkEstimate())
         placements, exchanges = list(module._placements.values()), {"": case.exchange}
         expected = Step(placements, world_size, workload, TableOptimizers(), "cpu", exchanges).sent_bytes(rank)
-        assert sent.floats == NUM_STEPS * (expected.vectors + expected.gradients), (case, expected)
+        assert sent(counted, False) == NUM_STEPS * (expected.vectors + expected.gradients), (case, expected)
         # how many ids go where depends on their rows, and so does what is told of it beforehand
         slack = 0.02 if case.layouts == ("table_wise",) and not case.is_multi_hot else 0.12
-        assert sent.ids == pytest.approx(NUM_STEPS * expected.ids, rel=slack), (case, expected)
+        assert sent(counted, True) == pytest.approx(NUM_STEPS * expected.ids, rel=slack), (case, expected)
 
 
 CASES = [

@@ -4,7 +4,6 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -50,14 +49,15 @@ PLANS: dict[str, Plan] = {
 
 
 class CountBytes(TorchDispatchMode):
-    """Counts the bytes that this rank hands to each collective, its own part with them.
+    """Counts the bytes that this rank hands to each collective, by the rank that gets them: its own part with them.
 
-    Everything is seen that reaches a process group, whoever calls it: also the all-reduces of DistributedDataParallel.
+    Everything is seen that reaches a process group, whoever calls it: also the all-reduces of DistributedDataParallel,
+    of which there are the bytes that are averaged, at this rank.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.counts: Counter[str] = Counter()
+        self.by_peer: Counter[tuple[str, int, torch.dtype]] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
@@ -65,10 +65,22 @@ class CountBytes(TorchDispatchMode):
             (tensors,) = (
                 given[name] for name in ("input", "input_tensor", "input_tensors", "tensors") if name in given
             )
-            self.counts[func._schema.name.removeprefix("c10d::")] += sum(
-                tensor.numel() * tensor.element_size() for tensor in _flat(tensors)
-            )
+            ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(given["process_group"]))
+            for tensor in _flat(tensors):
+                self._count(func._schema.name.removeprefix("c10d::"), tensor, ranks, given.get("input_split_sizes"))
         return func(*args, **(kwargs or {}))
+
+    def _count(self, name: str, tensor: Tensor, ranks: list[int], split: list[int] | None) -> None:
+        if name == "allreduce_":
+            ranks = [dist.get_rank()]
+        rows = [len(tensor)] * len(ranks) if name in ("allreduce_", "_allgather_base_") else None
+        for rank, part in zip(ranks, rows or split or [len(tensor) / len(ranks)] * len(ranks), strict=True):
+            self.by_peer[name, rank, tensor.dtype] += round(part * tensor[:1].nbytes)
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Bytes by collective."""
+        return sum((Counter({name: count}) for (name, *_), count in self.by_peer.items()), Counter())
 
 
 def _flat(tensors: Any) -> Iterator[Tensor]:
@@ -77,13 +89,6 @@ def _flat(tensors: Any) -> Iterator[Tensor]:
     else:
         for each in tensors:
             yield from _flat(each)
-
-
-@contextmanager
-def counted(counts: dict[str, Counter[str]], phase: str) -> Iterator[None]:
-    with CountBytes() as mode:
-        yield
-    counts[phase] = mode.counts
 
 
 class Embedded(nn.Module):
@@ -154,16 +159,15 @@ def draw(rows: int, seed: int, bag: int, is_weighted: bool) -> KeyedJaggedTensor
 
 def count_step(model: nn.Module, features: KeyedJaggedTensor) -> dict[str, Counter[str]]:
     """Returns bytes by collective, of the fourth step: only earlier ones do what is done once."""
-    counts: dict[str, Counter[str]] = {}
     for _ in range(4):
         fresh = KeyedJaggedTensor(
             features.keys(), features.values(), features.weights_or_none(), lengths=features.lengths()
         )
-        with counted(counts, "forward"):
+        with CountBytes() as forward:
             output = model(fresh)
-        with counted(counts, "backward"):
+        with CountBytes() as backward:
             output.square().mean().backward()
-    return counts
+    return {"forward": forward.counts, "backward": backward.counts}
 
 
 def with_dtype(features: KeyedJaggedTensor, dtype: torch.dtype) -> KeyedJaggedTensor:
@@ -197,7 +201,7 @@ def dists_by_hand(
         forward = sizes + 2 * lengths + ids
         return {
             "forward": {"alltoall_base_": forward, "_reduce_scatter_base_": pooled},
-            "backward": {"_allgather_base_": gradients},
+            "backward": {"_allgather_base_": WORLD_SIZE * gradients},
         }
     return {"forward": {}, "backward": {}}
 

@@ -1,15 +1,8 @@
 """Batches that are not whole: refused by the sharded modules on each rank, before anything is communicated."""
 
-from typing import Any
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.sharding_plan import construct_module_sharding_plan, data_parallel, row_wise, table_wise
-from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.base.errors import UserError
@@ -21,6 +14,7 @@ from distembed.embedding import (
 )
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder, CompositionalEmbeddingCollectionSharder
 from tests.embedding.test_batches import BAD_BATCHES
+from tests.placing import shard_as
 from tests.ranks import run_on_ranks
 
 NAMES = ["f", "g"]
@@ -36,30 +30,17 @@ def sequences() -> nn.Module:
     return CompositionalEmbeddingCollection(tables, device="meta")
 
 
-def shard(module: nn.Module, placed: Any) -> nn.Module:
+def shard(module: nn.Module, kind: str) -> nn.Module:
     """The sharded module, with its first table placed so and the second table-wise; all ranks call it."""
-    fused = EmbeddingComputeKernel.FUSED.value
-    makers = {"f": placed, "g": table_wise(rank=1, compute_kernel=fused)}
-    is_pooled = isinstance(module, CompositionalEmbeddingBagCollection)
-    sharder: Any = (
-        CompositionalEmbeddingBagCollectionSharder() if is_pooled else CompositionalEmbeddingCollectionSharder()
-    )
-    plan = construct_module_sharding_plan(module, makers, sharder, dist.get_world_size(), dist.get_world_size(), "cpu")
-    model = DistributedModelParallel(
-        nn.ModuleDict({"embeddings": module}),
-        env=ShardingEnv.from_process_group(dist.group.WORLD),
-        device=torch.device("cpu"),
-        plan=ShardingPlan({"embeddings": plan}),
-        sharders=[sharder],
-    )
+    sharders = [CompositionalEmbeddingBagCollectionSharder(), CompositionalEmbeddingCollectionSharder()]
+    model = shard_as(nn.ModuleDict({"embeddings": module}), sharders, {"f": kind, "g": "table_wise"})
     return model.module["embeddings"] if isinstance(model.module, nn.ModuleDict) else model.module.module["embeddings"]
 
 
 def check_refusals(rank: int, world_size: int) -> None:
-    fused = EmbeddingComputeKernel.FUSED.value
-    for placed in (table_wise(rank=0, compute_kernel=fused), row_wise(compute_kernel=fused), data_parallel()):
+    for kind in ("table_wise", "row_wise", "data_parallel"):
         for module in (bags(False), bags(True), sequences()):
-            check_module(shard(module, placed), getattr(module, "_is_weighted", False))
+            check_module(shard(module, kind), getattr(module, "_is_weighted", False))
 
 
 def check_module(module: nn.Module, is_weighted: bool) -> None:

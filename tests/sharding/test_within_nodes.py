@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
-from torch.utils._python_dispatch import TorchDispatchMode
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingEnv, ShardingPlan, ShardMetadata
@@ -44,40 +43,13 @@ def run_on_two_nodes(check: Callable[..., None], *arguments: Any) -> None:
     run_on_ranks(NODES * RANKS_PER_NODE, on_two_nodes, check, *arguments)
 
 
-class CountPeerBytes(TorchDispatchMode):
-    """Counts the bytes that this rank hands over for ranks of its own node, itself among them, and for other nodes.
-
-    Of all-reduces there are the bytes that are averaged, wherever they go.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            name = func._schema.name.removeprefix("c10d::")
-            given = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False))
-            if name == "allreduce_":
-                self.counts["average"] += sum(map(num_bytes, given["tensors"]))
-            elif name in ("alltoall_base_", "_reduce_scatter_base_", "_allgather_base_"):
-                self.count(name, given)
-        return func(*args, **(kwargs or {}))
-
-    def count(self, name: str, given: dict[str, Any]) -> None:
-        ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(given["process_group"]))
-        tensor = given.get("input", given.get("input_tensor"))
-        parts = [num_bytes(tensor) / (1 if name == "_allgather_base_" else len(ranks))] * len(ranks)
-        if given.get("input_split_sizes"):
-            row = num_bytes(tensor[:1])
-            parts = [rows * row for rows in given["input_split_sizes"]]
-        for peer, part in zip(ranks, parts, strict=True):
-            is_near = peer // RANKS_PER_NODE == dist.get_rank() // RANKS_PER_NODE
-            self.counts["within" if is_near else "between"] += round(part)
-
-
-def num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+def by_distance(counted: traffic.CountBytes) -> Counter[str]:
+    """Bytes for ranks of this rank's node, itself among them, and for the other node; and those that are averaged."""
+    counts: Counter[str] = Counter()
+    for (name, peer, _), num_bytes in counted.by_peer.items():
+        is_near = peer // RANKS_PER_NODE == dist.get_rank() // RANKS_PER_NODE
+        counts["average" if name == "allreduce_" else "within" if is_near else "between"] += num_bytes
+    return counts
 
 
 def nodes_of_table(kind: str, number: int) -> list[int]:
@@ -144,11 +116,11 @@ def by_hand(kind: str, rank: int, features: Any) -> dict[str, dict[str, int]]:
 def count_step(model: nn.Module, features: Any) -> dict[str, Counter[str]]:
     """Bytes of the third step: what happens in the first few has happened then."""
     for _ in range(3):
-        with CountPeerBytes() as forward:
+        with traffic.CountBytes() as forward:
             output = model(traffic.with_dtype(features, torch.int64))
-        with CountPeerBytes() as backward:
+        with traffic.CountBytes() as backward:
             output.square().mean().backward()
-    return {"forward": forward.counts, "backward": backward.counts}
+    return {"forward": by_distance(forward), "backward": by_distance(backward)}
 
 
 def check_traffic(rank: int, kind: str, is_weighted: bool, compositions: Sequence[str]) -> None:

@@ -232,13 +232,14 @@ class Failing(MetricsLogger):
 
 @pytest.mark.parametrize("num_failures", [1, 2, 3])
 def test_a_service_gets_all_numbers_unless_it_fails_three_times(
-    num_failures: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    num_failures: int, slow: type[Slow], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    slow.may_take.set()
     made = type("Failing", (Failing,), {"num_failures": num_failures, "taken": []})
     monkeypatch.setitem(LOGGERS, "failing", made)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        loggers = Loggers(["failing"], LoggedRun(tmp_path, "", 0))
+        loggers = Loggers(["failing", "slow", "tensorboard"], LoggedRun(tmp_path, "", 0))
         for step in range(1, 4):
             loggers.log(*logged(step))
         loggers.close(True)
@@ -247,6 +248,8 @@ def test_a_service_gets_all_numbers_unless_it_fails_three_times(
     assert [str(each.message) for each in warned] == is_dropped * [
         "failing failed and gets no more metrics of this run, which metrics.jsonl holds: gone"
     ]
+    assert slow.taken == [logged(step) for step in range(1, 4)] and slow.ends == [True]
+    assert list((tmp_path / "tensorboard").iterdir())
 
 
 def test_services_that_start_at_once_keep_all_their_ids(tmp_path: Path) -> None:
@@ -260,21 +263,6 @@ def test_services_that_start_at_once_keep_all_their_ids(tmp_path: Path) -> None:
         list(threads.map(lambda name: run.id_for(name, lambda: make(name)), "abcdefgh"))
     assert json.loads((tmp_path / "loggers.json").read_text()) == {name: f"id of {name}" for name in "abcdefgh"}
     assert run.id_for("a", lambda: "another") == "id of a"
-
-
-def test_a_service_that_fails_warns_once_and_leaves_the_others_alone(
-    slow: type[Slow], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(LOGGERS, "failing", type("Failing", (Failing,), {"num_failures": 9, "taken": []}))
-    slow.may_take.set()
-    with pytest.warns(UserWarning, match="failing failed and gets no more metrics.*gone") as warned:
-        loggers = Loggers(["failing", "slow", "tensorboard"], LoggedRun(tmp_path, "", 0))
-        for step in range(1, 4):
-            loggers.log(*logged(step))
-        loggers.close(True)
-    assert len(warned) == 1
-    assert slow.taken == [logged(step) for step in range(1, 4)] and slow.ends == [True]
-    assert list((tmp_path / "tensorboard").iterdir())
 
 
 def test_loggers_that_are_not_there_are_refused(config: Path, tmp_path: Path) -> None:

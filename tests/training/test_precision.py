@@ -134,29 +134,6 @@ def test_a_resumed_run_gives_the_weights_of_one_that_was_not_stopped(
     assert [weight.dtype for weight in saved_weights(whole)] == [dtype, dtype, torch.float32]
 
 
-@pytest.mark.slow
-@pytest.mark.distributed
-@pytest.mark.parametrize("name", SETTINGS)
-def test_a_resumed_run_of_two_ranks_gives_the_same_weights(name: str, folder: Path, tmp_path: Path) -> None:
-    whole = train(folder, tmp_path / "whole", *SETTINGS[name], ranks=2)
-    part = train(folder, stopped_at(4, whole, tmp_path / "part"), *SETTINGS[name], "--resume", ranks=2)
-    assert losses(part) == losses(whole)
-    for weight, other in zip(saved_weights(part), saved_weights(whole), strict=True):
-        assert weight.equal(other)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "optimizer",
-    ["adagrad", "amsgrad", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sgd", "row_wise_adagrad"))],
-)
-def test_fp16_tables_are_trained_nearly_as_float32_ones(optimizer: str, folder: Path, tmp_path: Path) -> None:
-    """Losses of 8 steps differ by no more than rounding the weights once a step lets expect."""
-    sparse = [f"train.sparse_optimizer={{name: {optimizer}, learning_rate: 0.05}}"]
-    half, whole = train(folder, tmp_path / "half", *sparse, *FP16), train(folder, tmp_path / "whole", *sparse)
-    np.testing.assert_allclose(losses(half), losses(whole), rtol=2e-3)
-
-
 @pytest.mark.parametrize(
     ("changed", "lines"),
     [
