@@ -118,25 +118,35 @@ def compress_search_command(
     curve: Annotated[
         str,
         typer.Option(
-            metavar="COLLISIONS,...",
-            help="Points of the curve: the bytes of quotient-remainder tables with so many collisions.",
+            metavar="TIMES,...",
+            help="Further points of the curve: how many times fewer bytes than full tables.",
         ),
     ] = "4,16,60",
+    tries: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--try",
+            metavar="KEY=VALUE,VALUE...",
+            help="Settings common to all tables, separated by blanks: the search compares each combination of values "
+            "with the config as given. Half precision with one optimizer state a row, at the config's dimension and at "
+            "half of it, unless given; '' for none. May be repeated.",
+        ),
+    ] = None,
     workers: Annotated[
         int, typer.Option(min=1, help="Processes that train runs at the same time; they share the CPU's cores.")
     ] = 1,
     as_json: JsonOption = False,
 ) -> None:
-    """Choose a scheme and a size for each table within a budget, by how much each table matters, and train them."""
+    """Choose the settings, and each table's scheme and size, within a budget by how much tables matter; train them."""
     from distembed.base.units import format_bytes, parse_bytes
     from distembed.serving.convert.size_search import SearchOptions, search_sizes
 
     budget_bytes = parse_bytes("--budget", budget)
     try:
-        collisions = [int(number) for number in curve.split(",") if number.strip()]
+        times = [float(number) for number in curve.split(",") if number.strip()]
     except ValueError:
-        raise UserError(f"--curve is {curve!r}; give numbers of collisions, such as 4,16,60, or '' for none.") from None
-    options = SearchOptions(budget_bytes, output, collisions, workers)
+        raise UserError(f"--curve is {curve!r}; give numbers such as 4,16,60, or '' for none.") from None
+    options = SearchOptions(budget_bytes, output, times, workers, tries or None)
     result = search_sizes(config, overrides or [], options, note if as_json else say)
     if as_json:
         print(json.dumps(result.to_json(), indent=2))

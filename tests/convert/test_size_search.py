@@ -16,6 +16,7 @@ from distembed.base.errors import FolderInUse, UserError
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.partitions import Remainder
 from distembed.serving.convert import StockCheckpoint
+from distembed.serving.convert.combinations import find_combinations
 from distembed.serving.convert.curvature import TrainedTable, TrainedTables
 from distembed.serving.convert.searched_tables import SearchedTables
 from distembed.training.config import load_config
@@ -158,14 +159,43 @@ def test_frequent_ids_keep_rows_where_ids_are_numbered_by_frequency(tmp_path: Pa
 def test_tables_with_settings_of_their_own_keep_them(config: Path) -> None:
     tables = searched(config, "embedding.tables.C3={partition: remainder, collisions: 10}")
     assert {table.feature.name for table in tables.tables} == {"C1", "C2", "M"} and tables.kept_bytes == 2 * 4 * 8 * 100
-    found = tables.config_of(tables.uniform(4)).embedding.tables
-    assert found["C3"].partition == "remainder" and found["C2"].partition == "quotient_remainder"
-    assert found["C1"].partition == "naive"
+    found = tables.config_of(tables.full).embedding.tables
+    assert found["C3"].partition == "remainder" and found["C2"].partition == found["C1"].partition == "naive"
+
+
+ROW_WISE = "train.sparse_optimizer.name=row_wise_adagrad"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "tries", "names"),
+    [
+        ([], None, ["given", "8,fp16,row_wise_adagrad", "4,fp16,row_wise_adagrad"]),
+        (["embedding.default.data_type=bf16", ROW_WISE], None, ["given", "4,bf16,row_wise_adagrad"]),
+        (["embedding.tables.C3={embedding_dim: 8}"], None, ["given", "8,fp16,row_wise_adagrad"]),  # one dim for all
+        ([], [""], ["given"]),
+        (
+            [],
+            ["embedding.default.embedding_dim=8,12 " + ROW_WISE],
+            ["given", "8,row_wise_adagrad", "12,row_wise_adagrad"],
+        ),
+    ],
+)
+def test_combinations_are_products_of_values_beside_the_config_as_given(
+    config: Path, overrides: list[str], tries: list[str] | None, names: list[str]
+) -> None:
+    said: list[str] = []
+    found = find_combinations(config, overrides, tries, said.append)
+    assert [own.name for own in found] == names and bool(said) == any("C3" in own for own in overrides)
+    assert found[0].tables.config == load_config(config, overrides)
+    for own in found[1:]:
+        made = own.tables.config
+        assert made.train.sparse_optimizer.name == "row_wise_adagrad"
+        assert own.name.startswith(f"{made.embedding.default.embedding_dim},")
 
 
 @pytest.mark.thorough
 def test_a_killed_search_goes_on_and_ends_as_one_that_was_not(config: Path, tmp_path: Path) -> None:
-    budget, curve = f"{FULL_BYTES // 4}B", ("--curve", "")
+    budget, curve = f"{FULL_BYTES // 4}B", ("--curve", "", "--try", ROW_WISE)
     whole = end(start(config, tmp_path / "whole", "--budget", budget, *curve), config)
     assert "costs of" in whole and "training full" in whole
 
@@ -195,12 +225,12 @@ def check_result(config: Path, output: Path, budget: int) -> None:
     curve = json.loads((output / "curve.json").read_text())
     points = {point["name"]: point for point in curve["points"]}
     within = {name: point for name, point in points.items() if budget in point["budgets"]}
-    assert f"search-{budget}" in within and len(within) == 2 and points.keys() == {"full", *within}
+    assert within.keys() == {f"search-{budget}", f"search-{budget}-row_wise_adagrad"}
+    assert points.keys() == {"full", "full-row_wise_adagrad", *within}
     assert curve["chosen"] == min(within, key=lambda name: within[name]["validation"])
-    for name, point in within.items():
-        numbers = rows_of(config, output / "runs" / name / "config.yaml")
-        assert 2 * 4 * sum(numbers.values()) == point["num_bytes"] <= budget
+    assert all(point["num_bytes"] <= budget for point in within.values())
     found = rows_of(config, output / "runs" / f"search-{budget}" / "config.yaml")
+    assert 2 * 4 * sum(found.values()) == within[f"search-{budget}"]["num_bytes"]
     assert found["C2"] / 400 > found["C3"] / 1000  # labels depend on C2 alone
     assert "<svg" in (output / "curve.svg").read_text()
     call("train", output / "config.yaml", "train.max_steps=2", "--run-dir", output / "trained")
@@ -212,12 +242,15 @@ def check_result(config: Path, output: Path, budget: int) -> None:
     ("arguments", "said"),
     [
         (["--budget", "much"], "--budget is 'much'; give a size such as 500MB"),
-        (["--budget", "100B"],
-         r"--budget is 100 bytes, and all tables take 93,120 \(90.94 KiB\) when they are full and "
-         r"512 \(512 B\) at least, with optimizer states; give more"),
+        (["--budget", "50B"],  # at least 5 + 3 rows of 4 numbers in half precision and a state
+         r"--budget is 50 bytes, and all tables take 93,120 \(90.94 KiB\) when they are full and "
+         r"96 \(96 B\) at least, with optimizer states; give more"),
         (["--budget", "1MB"], "--budget is 1,000,000 bytes, .*; give less"),
-        (["--budget", "20kB", "--curve", "4,a"], "--curve is '4,a'; give numbers of collisions, such as 4,16,60"),
-        (["--budget", "20kB", "--curve", "1"], "--curve has 1; give numbers of collisions from 2 to 4096"),
+        (["--budget", "20kB", "--curve", "4,a"], "--curve is '4,a'; give numbers such as 4,16,60"),
+        (["--budget", "20kB", "--curve", "1"], "--curve has 1; give numbers above 1, such as 4,16,60"),
+        (["--budget", "20kB", "--try", "embedding.default.data_type=fp16,int8"],
+         "--try embedding.default.data_type=fp16,int8: 1 mistake in"),
+        (["--budget", "20kB", "--try", "train.sparse_optimizer.name=sgd"], "--try .*: table .* is trained by 'sgd'"),
         (["embedding.default.threshold=1000", "--budget", "20kB"],
          "embedding.default.threshold is 1000 ids, and the largest table .* has 1000; lower the threshold"),
         (["data.validation=null", "--budget", "20kB"], "data.validation is null, .*; name a split"),

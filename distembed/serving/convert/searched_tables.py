@@ -37,9 +37,8 @@ from distembed.serving.convert.models import full_table_names
 from distembed.training.build import Blueprint
 from distembed.training.config import Config
 
-UNIFORM: Mapping[str, Any] = {"partition": "quotient_remainder", "composition": "product"}
 _SCHEMES: tuple[Mapping[str, Any], ...] = (
-    UNIFORM,
+    {"partition": "quotient_remainder", "composition": "product"},
     {"partition": "multi_hash", "composition": "sum", "num_partitions": 2},
     {"partition": "multi_hash", "composition": "concat", "num_partitions": 2},
     {"partition": "remainder"},
@@ -119,12 +118,6 @@ class SearchedTable:
             bounds = dict.fromkeys(int(num_ids * _LESS_FREQUENT**power) for power in powers)
             yield [self.settings(partition="truncated", bounds=[bound]) for bound in bounds]
 
-    def uniform(self, collisions: int) -> TableConfig:
-        """Returns quotient-remainder settings, or full ones where these save no bytes or the table has few ids."""
-        settings = self.settings(**UNIFORM, collisions=collisions)
-        is_kept = self.feature.num_embeddings <= self.default.threshold
-        return self.full_settings if is_kept or self.num_bytes(settings) >= self.full_bytes else settings
-
     @cached_property
     def full_bytes(self) -> int:
         """The bytes of the full tables."""
@@ -199,9 +192,10 @@ class SearchedTables:
         """The settings of full tables, for each searched one."""
         return [table.full_settings for table in self.tables]
 
-    def uniform(self, collisions: int) -> list[TableConfig]:
-        """Returns quotient-remainder settings for each searched table; full ones where these would save no bytes."""
-        return [table.uniform(collisions) for table in self.tables]
+    @property
+    def smallest_bytes(self) -> int:
+        """The bytes of all tables where each searched one has its smallest size."""
+        return self.kept_bytes + sum(min(size for _, size in table.candidates()) for table in self.tables)
 
     def num_bytes(self, chosen: Sequence[TableConfig]) -> int:
         """Returns the bytes of all tables with settings for each searched one."""

@@ -1,15 +1,17 @@
-"""``distembed compress-search``: a scheme and a size for each table within a budget, by how much each table matters.
+"""``distembed compress-search``: the settings, the scheme and the size of each table within a budget of bytes.
 
-1. A run with full tables is trained.
+A *combination* has settings common to all tables, such as the dimension, the type of numbers and the optimizer.
+
+1. A run with full tables is trained for each combination, the config as given among them.
 2. The cost of each size of each table is estimated in that run, without training (:mod:`.curvature`).
 3. For each budget, tables take the steps along their hulls in the order of the cost that a byte saves
-   (:mod:`.table_sizes`). Costs of several tables are taken to add up.
-4. The chosen tables are trained from the start, and so are uniform ones, of one number of collisions. All points of the
-   curve of quality by bytes are measured.
+   (:mod:`.table_sizes`). Costs of several tables are taken to add up. Costs of two combinations cannot be compared.
+4. The chosen tables of each combination are trained from the start. All points of the curve of quality by bytes are
+   measured; few combinations are compared, since differences on the validation split are noisy.
 
 ::
 
-    OUT/config.yaml       the better config within the budget, by the validation split
+    OUT/config.yaml       the best config within the budget, by the validation split
     OUT/curve.json, .svg  quality by bytes
     OUT/costs.jsonl       step 2, as it is computed
     OUT/runs/             all trainings, a folder as of `distembed sweep`
@@ -39,8 +41,9 @@ from distembed.base.units import enumerate_names, format_bytes
 from distembed.data.dataset.manifest import Manifest
 from distembed.embedding.settings import TableConfig
 from distembed.reports.pages import colour, render_svg
+from distembed.serving.convert.combinations import Combination, find_combinations
 from distembed.serving.convert.curvature import TrainedTables
-from distembed.serving.convert.searched_tables import SearchedTable, SearchedTables
+from distembed.serving.convert.searched_tables import SearchedTable
 from distembed.serving.convert.table_sizes import Option, TableSizes
 from distembed.tasks import build_task
 from distembed.tasks.reported_metrics import ReportedMetric
@@ -57,7 +60,6 @@ if TYPE_CHECKING:
 
 _CONFIG, _CURVE, _FIGURE, _COSTS, _RUNS = "config.yaml", "curve.json", "curve.svg", "costs.jsonl", "runs"
 _OWN = {_CONFIG, _CURVE, _FIGURE, _COSTS, _RUNS, LOCK_NAME}
-_MOST_COLLISIONS = 4096
 _IN_USE = "{folder} is in use by {owner}; wait for it to end, or give another --output."
 
 
@@ -68,21 +70,22 @@ class SearchOptions:
     Attributes:
         budget_bytes: The most training bytes of all tables together.
         output: The search's folder.
-        curve: Numbers of collisions: at the bytes of each, the curve has points too.
+        curve: Further points: how many times fewer bytes than full tables of the config as given.
         workers: Number of runs that are trained at the same time.
+        tries: Settings with one or several values, as of a sweep, separated by blanks: a combination for each product
+            of values. None for the default ones.
     """
 
     budget_bytes: int
     output: Path
-    curve: Sequence[int] = (4, 16, 60)
+    curve: Sequence[float] = (4, 16, 60)
     workers: int = 1
+    tries: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
-        wrong = [number for number in self.curve if not 2 <= number <= _MOST_COLLISIONS]
+        wrong = [number for number in self.curve if not 1 < number < math.inf]
         if wrong:
-            raise UserError(
-                f"--curve has {wrong[0]}; give numbers of collisions from 2 to {_MOST_COLLISIONS}: 4,16,60."
-            )
+            raise UserError(f"--curve has {wrong[0]:g}; give numbers above 1, such as 4,16,60.")
         require_folder("--output", self.output)
         others = sorted({*os.listdir(self.output)} - _OWN) if self.output.is_dir() else []
         if others:
@@ -97,20 +100,22 @@ class Point:
     """A config of the curve.
 
     Attributes:
-        name: The name of its run: ``full``, ``search-BYTES`` or ``uniform-COLLISIONS``.
+        name: The name of its run: ``full`` or ``search-BYTES``, with the combination's name.
+        combination: The name of the combination.
         config: The config.
         num_bytes: The training bytes of its tables.
         budgets: The budgets that it is for.
-        cost: The sum of its tables' costs; None for uniform tables.
+        cost: The sum of its tables' costs.
         validation: The metric on the validation split after training; NaN before.
         test: The reported metrics on the test split; none before training, and without the split.
     """
 
     name: str
+    combination: str
     config: Config
     num_bytes: int
     budgets: set[int] = field(default_factory=set)
-    cost: float | None = None
+    cost: float = 0.0
     validation: float = math.nan
     test: Mapping[str, float] = field(default_factory=dict)
 
@@ -126,7 +131,7 @@ class Point:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The trained points of a search's curve, the chosen one, and the metric by which it was chosen."""
+    """The trained points of a search's curve, the full one of the config as given first; the chosen one; the metric."""
 
     points: Sequence[Point]
     chosen: Point
@@ -141,14 +146,13 @@ class SearchResult:
         """Returns the points as a table for the terminal, the largest first."""
         headline = self.metric.heading
         rows = Table("tables", "bytes", "times smaller", "cost", f"{headline}, validation", "test")
-        full = max(point.num_bytes for point in self.points)
         for point in sorted(self.points, key=lambda own: -own.num_bytes):
             form, test = self.metric.number_format, point.test.get(self.metric.name, math.nan)
             rows.add_row(
                 point.name,
                 format_bytes(point.num_bytes),
-                f"{full / point.num_bytes:.2f}",
-                "" if point.cost is None else f"{point.cost:.3g}",
+                f"{self.points[0].num_bytes / point.num_bytes:.2f}",
+                f"{point.cost:.3g}",
                 f"{point.validation:{form}}",
                 f"{test:{form}}",
             )
@@ -157,12 +161,10 @@ class SearchResult:
     def draw(self, figure: Figure) -> None:
         """Draws the metric on the validation split against the training bytes, in a figure."""
         axes = figure.add_subplot()
-        for number, kind in enumerate(("full", "search", "uniform")):
-            own = sorted(
-                (point for point in self.points if point.name.startswith(kind)), key=lambda each: each.num_bytes
-            )
+        for number, name in enumerate(dict.fromkeys(point.combination for point in self.points)):
+            own = sorted((point for point in self.points if point.combination == name), key=lambda each: each.num_bytes)
             values = [each.num_bytes for each in own], [each.validation for each in own]
-            axes.plot(*values, marker="o", markersize=5, label=kind, color=colour(number))
+            axes.plot(*values, marker="o", markersize=5, label=name, color=colour(number))
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.xaxis.set_major_formatter(EngFormatter("B"))
@@ -191,19 +193,26 @@ def search_sizes(
     """
     config = load_config(config_file, overrides)
     metric = _comparable_metric(config)
-    tables = SearchedTables.of(config)
-    budgets = _budgets(tables, options)
+    combinations = find_combinations(config_file, overrides, options.tries, say)
+    budgets = _budgets(combinations, options)
     options.output.mkdir(parents=True, exist_ok=True)
     with owned(options.output, refusal=_IN_USE):
-        full = Point("full", tables.config_of(tables.full), tables.full_bytes)
-        _train([full], config_file, metric, options, say)
-        with _one_thread():
-            sizes = _costs(tables, options, say)
-        points = [full, *_points(tables, budgets, sizes)]
-        points = _train(points, config_file, metric, options, say)
+        full = {own.name: _point(own, "full", own.tables.full) for own in combinations}
+        _train(list(full.values()), config_file, metric, options, say)
+        points = {point.config.to_yaml(): point for point in full.values()}  # equal configs once
+        for own in combinations:
+            with _one_thread():
+                sizes = _costs(own, options, say)
+            for budget in budgets:
+                if own.tables.smallest_bytes <= budget:
+                    found = sizes.within(budget - own.tables.kept_bytes)
+                    cost = sum(option.distortion for option in found)
+                    point = _point(own, f"search-{budget}", [option.choice for option in found], cost)
+                    points.setdefault(point.config.to_yaml(), point).budgets.add(budget)
+        trained = _train(list(points.values()), config_file, metric, options, say)
         sign = -1 if metric.better == "higher" else 1
-        within = [point for point in points if options.budget_bytes in point.budgets]
-        result = SearchResult(points, min(within, key=lambda point: sign * point.validation), metric)
+        within = [point for point in trained if options.budget_bytes in point.budgets]
+        result = SearchResult(trained, min(within, key=lambda point: sign * point.validation), metric)
         write_text(options.output / _CONFIG, result.chosen.config.to_yaml())
         write_json(options.output / _CURVE, result.to_json())
         write_text(options.output / _FIGURE, render_svg(result.draw, (5.6, 3.5)))
@@ -248,56 +257,57 @@ def _comparable_metric(config: Config) -> ReportedMetric:
     return metric
 
 
-def _budgets(tables: SearchedTables, options: SearchOptions) -> dict[int, int]:
-    """Returns the budgets in bytes, the given one first, each with the collisions of uniform tables within it.
+def _point(combination: Combination, kind: str, chosen: Sequence[TableConfig], cost: float = 0.0) -> Point:
+    """Returns a point of a combination, with settings for each searched table."""
+    tables = combination.tables
+    name = combination.run_name(kind)
+    return Point(name, combination.name, tables.config_of(chosen), tables.num_bytes(chosen), set(), cost)
 
-    Uniform tables have the fewest collisions that keep the budget; 0 stands for none. Numbers of collisions of the
-    curve whose tables are no smaller than full ones, or smaller than all that can be chosen, are left out.
+
+def _budgets(combinations: Sequence[Combination], options: SearchOptions) -> list[int]:
+    """Returns the budgets in bytes, the given one first; budgets of the curve below the smallest sizes are left out.
 
     Raises:
         UserError: The given budget is below the smallest sizes, or no table needs to be smaller for it.
     """
-    budget, full = options.budget_bytes, tables.full_bytes
-    smallest = tables.kept_bytes + sum(min(num_bytes for _, num_bytes in own.candidates()) for own in tables.tables)
+    budget, full = options.budget_bytes, combinations[0].tables.full_bytes
+    smallest = min(own.tables.smallest_bytes for own in combinations)
     sizes = f"{full:,} ({format_bytes(full)}) when they are full and {smallest:,} ({format_bytes(smallest)}) at least"
     if not smallest <= budget < full:
         remedy = "give more, or lower embedding.default.threshold" if budget < smallest else "give less"
         raise UserError(f"--budget is {budget:,} bytes, and all tables take {sizes}, with optimizer states; {remedy}.")
-    at_collisions = {tables.num_bytes(tables.uniform(collisions)): collisions for collisions in options.curve}
-    # beyond the root of a table's ids, more collisions add quotient rows to it
-    most = math.isqrt(max(table.feature.num_embeddings for table in tables.tables)) + 1
-    within = (c for c in range(2, most + 1) if tables.num_bytes(tables.uniform(c)) <= budget)
-    budgets = {budget: at_collisions.get(budget) or next(within, 0)}
-    return budgets | {size: number for size, number in at_collisions.items() if smallest <= size < full}
+    of_curve = [int(full / times) for times in options.curve]
+    return list(dict.fromkeys([budget, *(size for size in of_curve if size >= smallest)]))
 
 
-def _costs(tables: SearchedTables, options: SearchOptions, say: Callable[[str], None]) -> TableSizes[TableConfig]:
+def _costs(combination: Combination, options: SearchOptions, say: Callable[[str], None]) -> TableSizes[TableConfig]:
     """Returns the sizes of all tables with their costs in the run of full tables, from the file where it has them."""
     file = options.output / _COSTS
     costs = _read_costs(file)
     write_text(file, "".join(_line(size, cost) for size, cost in costs.items()))  # without a line that was cut short
-    run = TrainedTables(options.output / _RUNS / "full")
+    run = TrainedTables(options.output / _RUNS / combination.run_name("full"))
+    sizes = []
     with file.open("a", encoding="utf-8", buffering=1) as opened:
-        for table in tables.tables:
-            missing = [own for own, _ in table.candidates()[1:] if _key(table, own) not in costs]
-            if not missing:
-                continue
-            trained = {name: run.table(name, full) for name, full in table.full.items()}
-            for settings in missing:
-                cost = sum(trained[name].cost(smaller) for name, smaller in table.tables(settings).items())
-                costs[_key(table, settings)] = cost
-                opened.write(_line(_key(table, settings), cost))
-            say(f"costs of {len(missing)} sizes of table {table.feature.name}")
-    sizes = [(table, table.candidates()) for table in tables.tables]
-    return TableSizes(
-        [[Option(own, size, costs.get(_key(table, own), 0.0)) for own, size in of_table] for table, of_table in sizes]
-    )
+        for table in combination.tables.tables:
+            candidates = {_key(combination, table, own): (own, size) for own, size in table.candidates()}
+            full, *smaller = candidates
+            missing = [key for key in smaller if key not in costs]
+            trained = {name: run.table(name, config) for name, config in table.full.items()} if missing else {}
+            for key in missing:
+                built = table.tables(candidates[key][0])
+                costs[key] = sum(trained[name].cost(config) for name, config in built.items())
+                opened.write(_line(key, costs[key]))
+            if missing:
+                say(f"costs of {len(missing)} sizes of table {table.feature.name}, {combination.name}")
+            at = costs | {full: 0.0}
+            sizes.append([Option(own, num_bytes, at[key]) for key, (own, num_bytes) in candidates.items()])
+    return TableSizes(sizes)
 
 
-def _key(table: SearchedTable, settings: TableConfig) -> str:
+def _key(combination: Combination, table: SearchedTable, settings: TableConfig) -> str:
     """Returns the name of a size in the file of costs."""
     size = settings.collisions or settings.bounds
-    return f"{table.feature.name} {settings.partition} {settings.composition} {size}"
+    return f"{combination.name} {table.feature.name} {settings.partition} {settings.composition} {size}"
 
 
 def _line(size: str, cost: float) -> str:
@@ -312,22 +322,6 @@ def _read_costs(file: Path) -> dict[str, float]:
             read = json.loads(line)
             costs[read["size"]] = float(read["cost"])
     return costs
-
-
-def _points(tables: SearchedTables, budgets: Mapping[int, int], sizes: TableSizes[TableConfig]) -> list[Point]:
-    """Returns the configs to train: for each budget the chosen tables and uniform ones, equal configs once."""
-    points: dict[str, Point] = {}
-    for budget, collisions in budgets.items():
-        options = sizes.within(budget - tables.kept_bytes)
-        chosen, cost = [option.choice for option in options], sum(option.distortion for option in options)
-        found = [Point(f"search-{budget}", tables.config_of(chosen), tables.num_bytes(chosen), {budget}, cost)]
-        if collisions:
-            uniform = tables.uniform(collisions)
-            found.append(Point(f"uniform-{collisions}", tables.config_of(uniform), tables.num_bytes(uniform), {budget}))
-        for point in found:
-            same = points.setdefault(point.config.to_yaml(), point)
-            same.budgets.add(budget)
-    return list(points.values())
 
 
 def _train(
