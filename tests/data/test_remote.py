@@ -8,7 +8,7 @@ import pytest
 
 from distembed.base.errors import RunError, UserError
 from distembed.data import remote
-from tests.data.flaky_files import flaky_files, flaky_s3
+from tests.data.flaky_files import flaky_files
 
 SIZES = [0, 1, 100_001]
 
@@ -102,20 +102,3 @@ def test_a_file_that_changes_while_it_is_read_is_no_file(tmp_path: Path) -> None
             with pytest.raises(UserError, match="flaky://file was changed while it was read"):
                 while file.read(1000):
                     pass
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_an_s3_that_fails_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = content(11 << 20)  # two parts
-    (tmp_path / "sent").write_bytes(data)
-    monkeypatch.setattr(remote, "FIRST_WAIT_SECONDS", 0.01)
-    with flaky_s3(tmp_path, 0.2) as bucket:
-        target = f"{bucket}/folder/file.bin"
-        remote.upload(tmp_path / "sent", target)
-        (found,) = remote.list_remote(f"{bucket}/folder")
-        assert found == remote.find_remote(target) and found.url == target and found.num_bytes == len(data)
-        remote.fetch(target, tmp_path / "fetched")
-        assert (tmp_path / "fetched").read_bytes() == data
-        with pytest.raises(UserError, match="does not exist"):
-            remote.find_remote(f"{bucket}/nothing")

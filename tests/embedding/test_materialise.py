@@ -2,8 +2,6 @@
 
 import os
 import resource
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -112,38 +110,6 @@ def test_weights_of_another_table_are_refused(tmp_path: Path) -> None:
     config, collection = make()
     with pytest.raises(UserError, match="the order of its partitions"):
         materialise(config, collection.weights("t")[:1], tmp_path / "t.parquet")
-
-
-def test_an_interruption_leaves_the_file_that_was_there(tmp_path: Path) -> None:
-    config, collection = make()
-    materialise(config, collection.weights("t"), tmp_path / "t.parquet", [1, 2])
-
-    def interrupted() -> Iterator[int]:
-        yield from range(10)
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        materialise(config, collection.weights("t"), tmp_path / "t.parquet", interrupted(), rows_per_chunk=3)
-    assert os.listdir(tmp_path) == ["t.parquet"]
-    assert pq.read_table(tmp_path / "t.parquet")["id"].to_pylist() == [1, 2]
-
-
-def test_a_killed_process_leaves_no_half_file(tmp_path: Path) -> None:
-    config, collection = make()
-
-    def killed() -> Iterator[int]:
-        yield from range(10)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    child = os.fork()
-    if child == 0:
-        try:
-            materialise(config, collection.weights("t"), tmp_path / "t.parquet", killed(), rows_per_chunk=3)
-        finally:
-            os._exit(1)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-    assert not (tmp_path / "t.parquet").exists()
 
 
 @pytest.mark.thorough

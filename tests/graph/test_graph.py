@@ -20,6 +20,7 @@ from distembed.graph import Graph, rows
 from distembed.graph.csr import verify_graph
 from distembed.graph.folder import array_types
 from distembed.graph.rows import MAX_NODES, stored_edges
+from tests.data.test_damage import flip_a_bit
 from tests.graph.reference import check_graph, random_edges, reference_rows
 
 weights = st.one_of(st.just(1.0), st.floats(1e-6, 1e6), st.sampled_from([1e-300, 1e300, 5e-324]))
@@ -240,10 +241,6 @@ def test_neighbors_are_ids_whatever_checksums_say(tmp_path: Path, name: str, val
         Graph.open(tmp_path / "graph")
     (problem,) = verify_graph(tmp_path / "graph").problems
     assert message in problem
-
-
-def flip_a_bit(path: Path) -> None:
-    path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
 
 
 def test_a_changed_byte_is_found_when_the_graph_is_opened(tmp_path: Path) -> None:

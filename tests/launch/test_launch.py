@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -105,25 +104,6 @@ def undisturbed(config: Path, *overrides: str) -> dict[str, Any]:
     """Metrics of the same training on two ranks of one machine, without Slurm and without interruption."""
     run_directly("train", config, "train.checkpoint_every=0", *overrides, "--run-dir", "undisturbed", ranks=2)
     return metrics_of("undisturbed")
-
-
-@pytest.mark.slow
-def test_a_killed_worker_goes_on_and_ends_as_if_nothing_had_happened(here: MiniSlurm, config: Path) -> None:
-    launch(config, "run", "-j", "2x1", "--detach")
-    at = random.SystemRandom().randrange(60, 400)
-    wait_until(lambda: steps("run") >= at, f"step {at} does not come")
-    victim = random.SystemRandom().choice(workers("run"))
-    os.kill(victim, signal.SIGKILL)
-    output = distembed("logs", "run", "--follow")
-    assert "training 488 steps of 32 rows on 2 x cpu" in output
-    assert "resuming at step" in output, f"killed {victim} at step {at}\n{output}"
-    wait_until(lambda: "succeeded" in status("run"), "the job does not end")
-    assert metrics_of("run") == undisturbed(config)
-    kept = {path.name for path in Path("run", "launch").iterdir()}
-    assert kept == {"config.yaml", "plan.json", "job.json", "submission-1", "logs", ".lock"}
-    ran, planned = (json.loads(Path("run", file).read_text())["plan"] for file in ("plan.json", "launch/plan.json"))
-    assert ran == planned
-    assert "torch==" in Path("run/launch/submission-1/packages.txt").read_text()
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from distembed.base.errors import UserError
-from distembed.composition import COMPOSITIONS
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from tests.embedding.schemes import make_partition, small_composition
 from tests.quantization.inference import quantize, shard, tables_on_the_cpu, take_weights
@@ -80,15 +79,6 @@ def require_served_as_quantized(composition: str, dtype: torch.dtype, world_size
 
 def test_the_sharded_model_gives_the_predictions_of_the_quantized_one() -> None:
     require_served_as_quantized("product", torch.qint8, 2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.qint8, torch.quint4x2])
-@pytest.mark.parametrize("composition", [name for name in COMPOSITIONS if name != "feature"])
-def test_every_composition_is_served(composition: str, dtype: torch.dtype, world_size: int) -> None:
-    """But for feature generation, which gives more vectors than DLRM has features."""
-    require_served_as_quantized(composition, dtype, world_size)
 
 
 def test_full_tables_are_served_as_stock_ones() -> None:

@@ -28,9 +28,6 @@ POLICIES: list[dict[str, Any]] = [
     {"pre_hash": KeyedHash(7)},
 ]
 KINDS = ["table_wise", "row_wise"]
-ALL = [(partition, composition, {}) for partition in PARTITIONS for composition in COMPOSITIONS]
-ALL += [("quotient_remainder", "product", fields) for fields in POLICIES]
-"""Every partition scheme with every composition, and every way to map ids."""
 SAMPLE = [
     (KINDS[i % 2], partition, list(COMPOSITIONS)[i % len(COMPOSITIONS)], {}) for i, partition in enumerate(PARTITIONS)
 ] + [(KINDS[i % 2], "quotient_remainder", "product", fields) for i, fields in enumerate(POLICIES)]
@@ -93,15 +90,6 @@ def require_sharded_as_unsharded(partition: str, composition: str, fields: dict[
 @pytest.mark.parametrize(("kind", "partition", "composition", "fields"), SAMPLE)
 def test_shards_give_the_outputs_of_the_unsharded_collections(
     kind: str, partition: str, composition: str, fields: dict[str, Any]
-) -> None:
-    require_sharded_as_unsharded(partition, composition, fields, kind)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("partition", "composition", "fields"), ALL)
-def test_every_scheme_and_composition_is_sharded(
-    partition: str, composition: str, fields: dict[str, Any], kind: str
 ) -> None:
     require_sharded_as_unsharded(partition, composition, fields, kind)
 

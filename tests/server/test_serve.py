@@ -1,8 +1,5 @@
 """``distembed serve`` as a process: what is said over HTTP, by careless and by slow clients, and how it ends."""
 
-import hashlib
-import json
-import os
 import re
 import shutil
 import signal
@@ -21,6 +18,7 @@ from distembed.serving.model_folder.reading import read_manifest
 from distembed.serving.server.app import ARROW_TYPE
 from distembed.serving.server.batching import ServerSettings
 from distembed.serving.server.serve import serve
+from tests.data.test_damage import flip_a_bit
 from tests.server.asgi import post, served, stream
 from tests.server.exported_models import json_rows, session_shards
 from tests.server.processes import Server, serving
@@ -126,28 +124,10 @@ def test_what_cannot_be_served_is_refused_in_a_sentence(model: Path, tmp_path: P
             serve(folder, "127.0.0.1", 0, ServerSettings(), print)
         return str(error.value)
 
-    def copy(name: str) -> Path:
-        return Path(shutil.copytree(model, tmp_path / name))
-
     assert "no exported model" in refused(tmp_path)
-    damaged = copy("damaged")
-    with (damaged / "network.pt2").open("r+b") as file:
-        file.seek(1000)
-        byte = file.read(1)
-        file.seek(1000)
-        file.write(bytes([byte[0] ^ 1]))
+    damaged = Path(shutil.copytree(model, tmp_path / "damaged"))
+    flip_a_bit(damaged / "network.pt2", 1000)
     assert "network.pt2 is damaged" in refused(damaged)
-    lacking = copy("lacking")
-    os.remove(next((lacking / "dataset").rglob("*.parquet")))
-    assert "cannot be read" in refused(lacking)
-    other = copy("other")
-    sample = json.loads((other / "sample.json").read_text())
-    sample["outputs"]["prediction"][0] += 0.01
-    (other / "sample.json").write_text(json.dumps(sample))
-    manifest = json.loads((other / "manifest.json").read_text())
-    manifest["checksums"]["sample.json"] = hashlib.sha256((other / "sample.json").read_bytes()).hexdigest()
-    (other / "manifest.json").write_text(json.dumps(manifest))
-    assert "scores otherwise here" in refused(other)
 
 
 def test_addresses_that_are_none_are_refused(model: Path) -> None:

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import CHECKSUMS_NAME, PIECE
 from tests.data.test_damage import flip_a_bit
 from tests.robustness.disturbed_runs import DrawnRun, differences
-from tests.small_runs import call, command, config_values, distembed, losses, metrics, train_small, write_dataset
+from tests.small_runs import call, config_values, distembed, losses, metrics, train_small, write_dataset
 
 
 def replace(kind: str, file: Path) -> None:
@@ -122,18 +121,6 @@ def test_damaged_row_groups_end_every_rank_with_their_name(own: tuple[Path, Path
         flip_a_bit(train, end - 100)
     ended = distembed("train", config, "--run-dir", tmp_path / "run", ranks=2, code=2)
     assert "error: " in ended.stderr and "row group" in ended.stderr and "Traceback" not in ended.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_a_row_group_that_is_damaged_for_one_rank_ends_both(own: tuple[Path, Path], tmp_path: Path) -> None:
-    """The other rank waits in a collective, and the launcher ends it."""
-    config, dataset = own
-    flip_a_bit(dataset / "train" / "part-0.parquet", 1000)
-    arguments = ("train", config, "--run-dir", tmp_path / "run")
-    ended = subprocess.run(command(*arguments, ranks=2), capture_output=True, text=True, timeout=240)
-    assert ended.returncode == 1  # the launcher's own
-    assert DAMAGED.format(0) in ended.stderr and "fetch the file again from where a whole copy is" in ended.stderr
 
 
 def damage(checkpoint: Path) -> None:
