@@ -277,14 +277,14 @@ class Collectives:
             try:
                 outcome[0] = function()
             except Exception as error:
-                outcome[1] = _sendable(error)
+                outcome[1] = sendable(error)
         dist.broadcast_object_list(outcome, src=0, group=self.group)
         if outcome[1] is not None:
             raise outcome[1]
         return outcome[0]
 
 
-def _sendable(error: Exception) -> Exception:
+def sendable(error: Exception) -> Exception:
     """Returns the error, or a RuntimeError with its type and message if pickling and unpickling it fails."""
     try:
         pickle.loads(pickle.dumps(error))

@@ -63,14 +63,36 @@ def train_command(
             "vocabulary may have grown since. The same as train.init_from.",
         ),
     ] = None,
+    follow: Annotated[
+        str | None,
+        typer.Option(
+            "--follow",
+            metavar="SOURCE",
+            help="Train on raw rows as they arrive: a folder or URL in which files appear, or kafka://HOST:PORT/TOPIC. "
+            "The same as data.stream.source.",
+        ),
+    ] = None,
+    until_idle: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", help="With --follow: end after so long without rows (data.stream.until_idle)."),
+    ] = None,
+    max_rows: Annotated[
+        int | None, typer.Option(metavar="N", help="With --follow: end after so many rows (data.stream.max_rows).")
+    ] = None,
 ) -> None:
     """Train a model, evaluate it on the test split, and keep all that is needed to repeat it."""
     from distembed.training.config import load_config
     from distembed.training.start import RunOptions, find_start_alone
 
     options = RunOptions(run_dir, config.stem, resume, resume_or_start, plan)
-    begins_with = [] if init_from is None else [f"train.init_from={json.dumps(init_from)}"]
-    loaded = load_config(config, [*(overrides or []), *begins_with])
+    settings = {
+        "train.init_from": init_from,
+        "data.stream.source": follow,
+        "data.stream.until_idle": until_idle,
+        "data.stream.max_rows": max_rows,
+    }
+    given = [f"{name}={json.dumps(value)}" for name, value in settings.items() if value is not None]
+    loaded = load_config(config, [*(overrides or []), *given])
     start = find_start_alone(loaded, options, say)
     from distembed.base.ranks import process_group
     from distembed.training.run import train_run

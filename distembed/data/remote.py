@@ -120,12 +120,15 @@ def find_remote(url: str) -> RemoteFile:
 
 
 @_retried("be listed")
-def list_remote(url: str) -> list[RemoteFile]:
+def list_remote(url: str, may_be_empty: bool = False) -> list[RemoteFile]:
     """Returns the files at a URL in the order of their URLs: one file, the matches of a pattern, or a folder's files.
 
-    In a folder, leaves out subfolders and names with a leading . or _. Raises a UserError if no file is found.
+    In a folder, leaves out subfolders and names with a leading . or _. Raises a UserError if no file is found, unless
+    the place ``may_be_empty``, or missing.
     """
     files, path = _fresh_file_system(url)
+    if may_be_empty and not files.exists(path):
+        return []
     if "*" in path or "[" in path:
         entries, nothing = files.glob(path, detail=True).values(), "matches no file"
     elif (info := files.info(path)).get("type") != "directory":
@@ -134,7 +137,7 @@ def list_remote(url: str) -> list[RemoteFile]:
         entries, nothing = files.ls(path, detail=True), "is a folder without files"
         entries = [entry for entry in entries if not PurePosixPath(entry["name"]).name.startswith((".", "_"))]
     remote_files = _described(files, [entry for entry in entries if entry["type"] == "file"])
-    if not remote_files:
+    if not remote_files and not may_be_empty:
         raise UserError(f"{url} {nothing}; name what is there.")
     return remote_files
 

@@ -248,7 +248,7 @@ def _steps(inputs: RawInputs, num_ranks: int) -> Iterator[tuple[Sequence[RecordB
         waiting.append(piece.block)
         while sum(len(block.records) for block in waiting) >= size:
             rows = RecordBlock.concatenate(waiting)
-            waiting = [_between(rows, size, len(rows.records))]
+            waiting = [rows.between(size, len(rows.records))]
             yield _cut(rows, num_ranks), pieces
             pieces = []
     if pieces or waiting:
@@ -258,12 +258,7 @@ def _steps(inputs: RawInputs, num_ranks: int) -> Iterator[tuple[Sequence[RecordB
 
 def _cut(rows: RecordBlock, num_ranks: int) -> list[RecordBlock]:
     bounds = [EVALUATION_BATCH_SIZE * rank for rank in range(num_ranks + 1)]
-    return [_between(rows, start, stop) for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
-
-
-def _between(rows: RecordBlock, start: int, stop: int) -> RecordBlock:
-    """Returns the rows from ``start`` to ``stop`` - 1 of a block, as far as it has them."""
-    return rows.gather(np.arange(start, max(start, min(stop, len(rows.records)))))
+    return [rows.between(start, stop) for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
 
 
 class _Lines:

@@ -126,6 +126,22 @@ class Config:
         return self
 
     @model_validator(mode="after")
+    def _stream_has_a_length(self) -> "Config":
+        """Refuses epochs of a stream, and learning rates that follow a number of steps which nobody knows."""
+        train, stream = self.train, self.data.stream
+        if stream is None:
+            return self
+        if train.epochs > 1:
+            raise ValueError(f"train.epochs is {train.epochs}, and a stream (data.stream) is read once; leave it out")
+        for name in ("dense_optimizer", "sparse_optimizer"):
+            if getattr(train, name).schedule.depends_on_length and not (stream.max_rows or train.max_steps):
+                raise ValueError(
+                    f"train.{name}.schedule follows the number of steps, which a stream (data.stream) does not have; "
+                    "leave it out, or set data.stream.max_rows or train.max_steps"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _evaluations_to_compare(self) -> "Config":
         """Refuses a comparison of evaluations where there are none."""
         if self.train.compares_evaluations and self.data.validation is None:
@@ -143,7 +159,7 @@ class Config:
 
 
 _ADAPTER = TypeAdapter(Config)
-_PATHS = frozenset({"path", "assignments", "graph", "init_from"})
+_PATHS = frozenset({"path", "assignments", "graph", "init_from", "source", "kafka_properties"})
 """Keys of files and folders that a relative path names from the working directory; URLs are left as they are."""
 _MOST_FILES = 20
 """Most files in a chain of ``extends``."""

@@ -46,4 +46,8 @@ class Interruption:
         """Returns whether to stop after ``step``, the same on all ranks; all of them call it after every step."""
         if self._ranks.world_size > 1 and step % _STEPS_BETWEEN_AGREEMENTS:
             return False
+        return self.requested_now()
+
+    def requested_now(self) -> bool:
+        """Returns whether to stop, the same on all ranks; all of them call it at once."""
         return self._ranks.any(self._received is not None, self._group)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy.typing as npt
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -19,9 +20,9 @@ from torch import Tensor, nn
 
 from distembed.base.ranks import Ranks
 from distembed.sse import take_counts
-from distembed.tasks.base import Outputs
+from distembed.tasks.base import Outputs, Sums, Task
 
-_LOSS, _SUM, _REPLACED = "loss", "sum:", "replaced:"
+_LOSS, _SUM, _REPLACED, _CUMULATIVE = "loss", "sum:", "replaced:", "cumulative"
 
 
 @dataclass
@@ -113,6 +114,8 @@ class MetricsWindow:
         window = cls(rows=values["rows"], started=time.perf_counter() - values["seconds"])
         for name, rank_tensors in tensors.items():
             on_device = [saved.to(device) for saved in rank_tensors]
+            if name.startswith(_CUMULATIVE):
+                continue
             if name == _LOSS:
                 total = torch.stack(on_device).sum(0)[0]
                 # each saved loss is a share times the old number of ranks; this rank's has to be times the new number
@@ -123,6 +126,45 @@ class MetricsWindow:
             else:
                 window.replaced[name.removeprefix(_REPLACED)] = torch.stack(rank_tensors).sum(0)
         return window
+
+
+class CumulativeSums:
+    """The sums of all steps of a stream until the last line of metrics, on rank 0; other ranks have none."""
+
+    def __init__(self) -> None:
+        self._loss = 0.0
+        self._sums: dict[str, npt.NDArray[Any]] = {}
+
+    def add(self, loss: float, sums: Sums) -> None:
+        """Adds a window: the sum over its rows of the loss, and the task's sums."""
+        self._loss += loss
+        self._sums = {name: self._sums[name] + total if self._sums else total for name, total in sums.items()}
+
+    def metrics(self, task: Task, rows: int) -> dict[str, float]:
+        """Returns the training metrics of ``rows`` rows, all until now, by their names after ``cumulative_``."""
+        metrics = {"loss": self._loss / rows, **task.training_metrics(self._sums)}
+        return {f"cumulative_{name}": value for name, value in metrics.items()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns the sums for a checkpoint, by name; nothing before the first window."""
+        sums = {f"{_CUMULATIVE}{_SUM}{name}": torch.from_numpy(total) for name, total in self._sums.items()}
+        return sums | ({_CUMULATIVE: torch.tensor([self._loss], dtype=torch.float64)} if sums else {})
+
+    @classmethod
+    def restored(cls, tensors: Mapping[str, list[Tensor]]) -> "CumulativeSums":
+        """Returns the sums of a checkpoint's tensors of the ranks that this rank takes over, by name."""
+        restored = cls()
+        for name, saved in tensors.items():
+            if name == _CUMULATIVE:
+                restored._loss = float(saved[0])
+            elif name.startswith(_CUMULATIVE):
+                restored._sums[name.removeprefix(f"{_CUMULATIVE}{_SUM}")] = saved[0].cpu().numpy()
+        return restored
+
+
+def at_step(step: int, num_steps: int | None) -> str:
+    """Returns the beginning of a line after a step; ``num_steps`` is None where nobody knows the run's steps."""
+    return f"step {step}" if num_steps is None else f"step {step}/{num_steps}"
 
 
 def _added(totals: Mapping[str, Tensor], numbers: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -154,7 +196,7 @@ def replaced_shares(counts: dict[str, Tensor], ranks: Ranks) -> dict[str, float]
 class TrainingProgress:
     """Shows how far a run is: a live bar in a terminal, plain lines elsewhere, nothing for no console."""
 
-    def __init__(self, console: Console | None, num_steps: int) -> None:
+    def __init__(self, console: Console | None, num_steps: int | None) -> None:
         self._console = console
         self._bar: Progress | None = None
         self._num_steps = num_steps
@@ -163,12 +205,12 @@ class TrainingProgress:
                 TextColumn("[bold]train"),
                 BarColumn(),
                 TaskProgressColumn(),
-                TextColumn("{task.completed}/{task.total} {task.fields[shown]}"),
+                TextColumn("{task.fields[at]} {task.fields[shown]}"),
                 TimeElapsedColumn(),
                 TimeRemainingColumn(),
                 console=console,
             )
-            self._task = self._bar.add_task("train", total=num_steps, shown="")
+            self._task = self._bar.add_task("train", total=num_steps, shown="", at="")
 
     def __enter__(self) -> "TrainingProgress":
         if self._bar is not None:
@@ -187,12 +229,15 @@ class TrainingProgress:
     def advance(self, step: int) -> None:
         """Moves the bar to ``step``."""
         if self._bar is not None:
-            self._bar.update(self._task, completed=step)
+            self._bar.update(self._task, completed=step, at=at_step(step, self._num_steps))
 
     def show(self, step: int, shown: str, steps_per_second: float) -> None:
         """Shows a line of training metrics; the speed of the latest steps estimates the time that is left."""
         if self._bar is not None:
             self._bar.update(self._task, shown=shown)
         else:
-            left = (self._num_steps - step) / steps_per_second if steps_per_second else 0.0
-            self.say(f"step {step}/{self._num_steps}  {shown}  {left:,.0f} s left")
+            left = ""
+            if self._num_steps is not None:
+                seconds = (self._num_steps - step) / steps_per_second if steps_per_second else 0.0
+                left = f"  {seconds:,.0f} s left"
+            self.say(f"{at_step(step, self._num_steps)}  {shown}{left}")

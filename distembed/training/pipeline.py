@@ -25,6 +25,7 @@ from distembed.base.errors import RunError
 from distembed.base.ranks import Collectives, Ranks
 from distembed.data.reader import Batch, BatchOrder, BatchReader, Decoding
 from distembed.data.reader.decode import too_many_unreadable
+from distembed.data.stream.reader import StreamReader
 from distembed.models import Model
 from distembed.planning.request import overlaps
 from distembed.sharding.lookup import sharded_lookups
@@ -172,11 +173,18 @@ def prepared_batch(task: Task, batch: Batch, position: BatchPosition | None, dev
     return prepared.pin_memory() if device.type == "cuda" else prepared
 
 
-def training_reader(config: Config, ranks: Ranks, prefetch_batches: int = 4) -> BatchReader:
-    """Returns a reader of this rank's rows of the training split, at its beginning.
+def training_reader(config: Config, ranks: Ranks, run: Path) -> BatchReader | StreamReader:
+    """Returns a reader of this rank's rows of the training split, at its beginning, or of the stream in place of it.
 
-    With ``prefetch_batches=0`` no batch is made ahead and nothing is decoded ahead.
+    ``run`` is the run's folder. All ranks call it.
     """
+    if config.data.stream is not None:
+        return StreamReader(config.data, config.train.batch_size, run)
+    return _split_reader(config, ranks)
+
+
+def _split_reader(config: Config, ranks: Ranks, prefetch_batches: int = 4) -> BatchReader:
+    """Returns a reader of the split; with ``prefetch_batches=0`` nothing is made or decoded ahead."""
     return BatchReader(
         config.data.require_path(),
         config.data.train,
@@ -212,18 +220,24 @@ def gather_unreadable(
     return unreadable
 
 
-def keep_batch(reader: BatchReader, folder: Path, rank: int, step: int, loss: float) -> RunError:
+def keep_batch(config: Config, ranks: Ranks, folder: Path, step: int, loss: float) -> RunError:
     """Writes this rank's rows of a step to a file in the run's folder, and returns the error, which names the file.
 
-    ``reader`` reads this rank's rows, and is moved to the step's batch. The first step of a run is 1.
+    Rows of a stream are not written. The first step of a run is 1.
     """
-    epoch, batch = divmod(step - 1, reader.batches_per_epoch)
-    path = folder / f"not-finite-step-{step}-rank-{rank}.npz"
-    reader.load_state_dict({**reader.state_dict(), "epoch": epoch, "batch": batch})
-    next(iter(reader)).write(path)
+    place, rows = f"step {step}", "Look"
+    if config.data.stream is None:
+        reader = _split_reader(config, ranks, prefetch_batches=0)
+        epoch, batch = divmod(step - 1, reader.batches_per_epoch)
+        path = folder / f"not-finite-step-{step}-rank-{ranks.rank}.npz"
+        reader.load_state_dict({**reader.state_dict(), "epoch": epoch, "batch": batch})
+        next(iter(reader)).write(path)
+        place, rows = (
+            f"{place} (epoch {epoch}, batch {batch}, rank {ranks.rank})",
+            f"This rank's rows of that batch are in {path}; look",
+        )
     return RunError(
-        f"The loss is {loss} at step {step} (epoch {epoch}, batch {batch}, rank {rank}). "
-        f"This rank's rows of that batch are in {path}; look for extreme values among the dense features. "
+        f"The loss is {loss} at {place}. {rows} for extreme values among the dense features. "
         "Checkpoints are from before it. Try lower train.dense_optimizer.learning_rate and "
         "train.sparse_optimizer.learning_rate, a warm-up (train.dense_optimizer.schedule.warmup=0.1), "
         "or train.precision=fp32."

@@ -33,6 +33,13 @@ _MAY_CHANGE = {
     "data.skip_unreadable",
     "data.cache_dir",
     "data.cache_bytes",
+    "data.stream",
+    "data.stream.source",
+    "data.stream.until_idle",
+    "data.stream.max_rejected",
+    "data.stream.max_bad_files",
+    "data.stream.poll_seconds",
+    "data.stream.kafka_properties",
     "embedding.kernel",
     "train.device",
     "train.log_every",
@@ -45,7 +52,7 @@ _MAY_CHANGE = {
 """Settings that do not touch the weights; the reader checks by itself that the rows are the same."""
 _EVALUATIONS = ("data.validation", "train.evaluate_every")
 """Settings of ``_MAY_CHANGE`` that decide which evaluation is the best: fixed in a run that compares evaluations."""
-_LENGTHS = ("train.epochs", "train.max_steps")
+_LENGTHS = ("train.epochs", "train.max_steps", "data.stream.max_rows")
 """Settings of how long a run is, which may only grow."""
 
 
@@ -144,6 +151,9 @@ def require_same_config(folder: Path, config: Config) -> None:
             lacks the run's newest checkpoint.
     """
     started_with = load_run_config(folder)
+    if (started_with.data.stream is None) != (config.data.stream is None):
+        has, do = ("a stream", "give --follow") if config.data.stream is None else ("no stream", "leave --follow out")
+        raise UserError(f"--resume: {folder} was trained on {has}; {do} (data.stream).")
     before, now = _flat(started_with), _flat(config)
     if now["train.precision"] == read_json_object(folder / "run.json").get("precision"):
         before["train.precision"] = now["train.precision"]  # the run had auto, and used the precision that is set now
@@ -196,10 +206,9 @@ def _changed_lengths(before: Config, now: Config) -> list[str]:
         for name in ("dense_optimizer", "sparse_optimizer")
         if getattr(before.train, name).schedule.depends_on_length
     ]
-    lines = []
+    lines, old_values, new_values = [], _flat(before), _flat(now)
     for key in _LENGTHS:
-        name = key.removeprefix("train.")
-        old, new = getattr(before.train, name), getattr(now.train, name)
+        old, new = old_values.get(key), new_values.get(key)
         # None is no limit, which is longer than any number
         if new == old or (new is None or (old is not None and new > old)) and not scheduled:
             continue

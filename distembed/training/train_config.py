@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Annotated, Any, Literal
 
 import pydantic.dataclasses
@@ -166,7 +167,7 @@ class DueSteps:
                 f"note: tables are re-clustered after the last step, {self.num_steps}, and end as bare centroids; set "
                 "train.recluster.until to an earlier step"
             )
-        both = next((step for step in self._clusterings if self.evaluation(step)), None)
+        both = next((step for step in islice(self._clusterings, 10_000) if self.evaluation(step)), None)
         if both is not None:
             yield (
                 f"note: step {both} ends with a clustering, and its evaluation is of bare centroids; choose "

@@ -5,8 +5,10 @@ pipeline works ahead of the step it trains on; at the end of a segment it is emp
 training is left in it when the model is evaluated or saved.
 """
 
+import dataclasses
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from itertools import islice
@@ -15,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from torch import Tensor
 
-from distembed.base.errors import Interrupted, UserError
+from distembed.base.errors import Interrupted, RunError, UserError
 from distembed.base.files import write_json
 from distembed.base.ranks import Collectives, Ranks
 from distembed.checkpoints.checkpoint import ResumedRun, load_checkpoint
@@ -23,7 +25,8 @@ from distembed.checkpoints.content import Progress
 from distembed.checkpoints.run_checkpoints import Checkpoints
 from distembed.checkpoints.saved import STEPS_BEFORE
 from distembed.checkpoints.store import BEST, checkpoint_place
-from distembed.data.reader import Batch
+from distembed.data.reader import Batch, BatchReader
+from distembed.data.stream.reader import ENDLESS, StreamReader
 from distembed.embedding.occurrences import id_occurrences
 from distembed.planning import describe_plan
 from distembed.planning.saved_plan import saved_plan_as_json
@@ -34,7 +37,14 @@ from distembed.tasks.seen_items import describe_seen_items
 from distembed.training.build import Blueprint, TrainingState, build_training_state, take_over
 from distembed.training.inference import score_split
 from distembed.training.interruption import Interruption
-from distembed.training.metrics_window import MetricsWindow, TrainingProgress, replaced_counts, replaced_shares
+from distembed.training.metrics_window import (
+    CumulativeSums,
+    MetricsWindow,
+    TrainingProgress,
+    at_step,
+    replaced_counts,
+    replaced_shares,
+)
 from distembed.training.pipeline import gather_unreadable, keep_batch, prepared_batch, training_reader
 from distembed.training.recluster import clustered_tables, recluster_tables
 from distembed.training.run_folder.folder import RunFolder
@@ -82,7 +92,7 @@ class Trainer:
         self._start = start
         self._console = console if ranks.is_first else None
         self._evaluated = evaluated
-        self._reader = training_reader(config, ranks)
+        self._reader = training_reader(config, ranks, folder.path)
         if self._reader.num_rows == 0:
             raise UserError(f"split {config.data.train!r} of {self._dataset} has no rows to train on.")
         train = config.train
@@ -96,13 +106,12 @@ class Trainer:
                 f"train.checkpoint_dir is {train.checkpoint_dir!r}, but {self._place} holds checkpoints of another "
                 "run; give an empty place, or none for the run's own folder."
             )
-        num_steps = train.epochs * self._reader.batches_per_epoch
-        self.num_steps = num_steps if train.max_steps is None else min(num_steps, train.max_steps)
+        self.num_steps = min(train.epochs * self._reader.batches_per_epoch, train.max_steps or ENDLESS)
         has_validation = config.data.validation is not None
         self._due = DueSteps(config.train, self._reader.batches_per_epoch, self.num_steps, has_validation)
         blueprint = Blueprint.for_ranks(config, self._reader.schema, ranks, start.sse)
         self.precision = blueprint.precision
-        self._state = build_training_state(blueprint, ranks, self.num_steps, start.plans)
+        self._state = build_training_state(blueprint, ranks, self._scheduled_steps(), start.plans)
         self._state.task.start(blueprint.task_context(self._dataset, ranks))
         if config.train.compares_evaluations:
             require_comparable(self._state.task.headline)
@@ -116,9 +125,10 @@ class Trainer:
         self._evaluated_step: int | None = None
         self._id_counts: dict[str, Tensor] | None = None
         self._seconds = 0.0
-        self._num_in_flight = 0
+        self._rows_in_flight = deque[int]()  # of the steps whose batches the pipeline has taken
         self.unreadable: dict[str, str] = {}
         self._window = MetricsWindow()
+        self._cumulative = CumulativeSums()
         self._resumed = self._restore() if start.resume else None
         if self._resumed is None and start.initial is not None:
             self._state.optimizers.steps_before = take_over(start.initial, blueprint, self._state)
@@ -136,10 +146,11 @@ class Trainer:
     def repeats_evaluations(self) -> bool:
         """Whether recorded evaluations of the current step are removed when the run resumes, and made again.
 
-        They are made again at the end of a run, and where the loaded checkpoint was saved before they were compared.
+        They are made again at the end of a run, which a stream may reach without a further step, and where the loaded
+        checkpoint was saved before they were compared.
         """
         is_uncounted = self._config.train.compares_evaluations and self._best.last_step != self._step
-        return self.is_finished or is_uncounted
+        return self.is_finished or is_uncounted or isinstance(self._reader, StreamReader)
 
     @property
     def best(self) -> BestEvaluation | None:
@@ -161,11 +172,13 @@ class Trainer:
         if self._resumed is not None:
             self._checkpoints.tidy(self._say)
         with (
-            TrainingProgress(self._console, self.num_steps) as self._progress,
+            TrainingProgress(self._console, self._shown_steps) as self._progress,
             Interruption(self._ranks) as stop,
             self._checkpoints,
         ):
             self._say_start()
+            if isinstance(self._reader, StreamReader):
+                self._reader.say = self._progress.say
             state = self._state
             self._checkpoints.require_room(
                 state.model, state.optimizers.combined, state.averages.values, self._progress.say
@@ -174,22 +187,36 @@ class Trainer:
             if self._resumed is not None:
                 values, tensors = self._resumed.values["window"], self._resumed.tensors
                 self._window = MetricsWindow.restored(values, tensors, self._ranks.world_size, self._ranks.device)
+                self._cumulative = CumulativeSums.restored(tensors)
                 # the run may have ended between its checkpoint and the evaluation
                 split = self._config.data.validation
                 self._save_and_evaluate(Collectives().on_first(lambda: self._folder.has_evaluation(self._step, split)))
             while not self.is_finished:
-                is_interrupted = self._run_segment(stop)
-                if self._due.clustering(self._step):
+                end = self._due.next_step(self._step)
+                is_interrupted = self._run_segment(end, stop)
+                failure: RunError | None = None
+                if isinstance(self._reader, StreamReader):
+                    failure = self._reader.failure
+                    if self._reader.is_ended:
+                        self._end_here()
+                    elif self._step < end and not is_interrupted and failure is None:
+                        is_interrupted = stop.requested_now()
+                        if not is_interrupted:
+                            continue  # the stream has no rows now
+                if self._step == end and self._due.clustering(self._step):
                     self._recluster()
-                if is_interrupted:
+                if is_interrupted or failure is not None:
                     waits = self._due.evaluation_before_checkpoint(self._step)
-                    self._save(is_due=self._due.checkpoint(self._step) and not waits)
+                    if self._step:
+                        self._save(is_due=self._due.checkpoint(self._step) and not waits)
                     self._checkpoints.wait()
-                    raise Interrupted(f"interrupted after step {self._step}; go on with --resume.")
+                    raise failure or Interrupted(f"interrupted after step {self._step}; go on with --resume.")
+                if self.is_finished and self._window.loss is not None:
+                    self._log()  # a stream may end, or stop, between two lines
                 self._save_and_evaluate()
             if self._step < self.num_steps:
                 reason = self._best.reason_to_stop(self._state.task.headline)
-                self._progress.say(f"step {self._step}/{self.num_steps}  {reason}")
+                self._progress.say(f"{self._at_step}  {reason}")
             if self._config.train.keep_best and self._best.step is None:
                 name = self._state.task.headline.name
                 self._progress.say(
@@ -232,14 +259,12 @@ class Trainer:
         self._folder.record("eval", self._step, values)
         return {**values, "step": self._step, **task.details(rows)}
 
-    def _run_segment(self, stop: Interruption) -> bool:
-        """Steps until an evaluation, a checkpoint or the end is due; returns whether the run was interrupted before."""
-        end = self._due.next_step(self._step)
-        self._num_in_flight = 0
+    def _run_segment(self, end: int, stop: Interruption) -> bool:
+        """Steps until step ``end``, or until a stream has no rows; returns whether the run was interrupted before."""
+        self._rows_in_flight.clear()
         set_step(self._state.model, self._step)
         for loss, outputs in self._state.pipeline.outputs(self._batches(end - self._step)):
             self._step += 1
-            self._num_in_flight -= 1
             self._state.averages.update(self._step)
             self._record_step(loss, outputs)
             if self._step % self._config.train.log_every == 0 or self._step == self.num_steps:
@@ -257,9 +282,21 @@ class Trainer:
         """
         self._set_learning_rates()
         for step, batch in enumerate(islice(iter(self._reader), count), start=self._step):
-            self._num_in_flight += 1
+            self._rows_in_flight.append(batch.global_batch_size)
             first_row = self._ranks.rank * batch.global_batch_size // self._ranks.world_size
             yield prepared_batch(self._state.task, batch, BatchPosition(step, first_row), self._ranks.device)
+
+    def _scheduled_steps(self) -> int:
+        """Returns the number of steps that learning rates follow: a stream's may be known by its rows."""
+        stream = self._config.data.stream
+        if stream is None or stream.max_rows is None:
+            return self.num_steps
+        return min(self.num_steps, math.ceil(stream.max_rows / self._config.train.batch_size))
+
+    def _end_here(self) -> None:
+        """Makes the current step the last one, since a stream has ended."""
+        self.num_steps = self._step
+        self._due = dataclasses.replace(self._due, num_steps=self._step)
 
     def _set_learning_rates(self) -> None:
         self._learning_rate = self._state.optimizers.set_learning_rates(self._step)
@@ -297,7 +334,7 @@ class Trainer:
             optimizer, device = state.optimizers.combined, self._ranks.device
             recluster_tables(state.model, optimizer, counts, config.train.seed, self._on_hosts, device)
         seconds = time.perf_counter() - started
-        self._progress.say(f"step {self._step}/{self.num_steps}  re-clustered {len(tables)} tables in {seconds:.1f} s")
+        self._progress.say(f"{self._at_step}  re-clustered {len(tables)} tables in {seconds:.1f} s")
 
     def _validate(self) -> None:
         """Evaluates on the validation split and shows the metrics; all ranks call it.
@@ -309,7 +346,7 @@ class Trainer:
         with self._window.pause():
             values = self.evaluate(split)
         if values:
-            self._progress.say(f"step {self._step}/{self.num_steps}  {split}: {self._state.task.describe(values)}")
+            self._progress.say(f"{self._at_step}  {split}: {self._state.task.describe(values)}")
         if self._config.train.compares_evaluations:
             metric = self._state.task.headline
             value = Collectives().on_first(lambda: float(values[metric.name]))
@@ -323,10 +360,7 @@ class Trainer:
 
     def _record_step(self, loss: Tensor, outputs: Outputs) -> None:
         """Adds the step that was just done to the window of metrics; on a CPU refuses a loss that is not finite."""
-        # the last batch of an epoch may be shorter than the others
-        batch_size = self._config.train.batch_size
-        rows_before = (self._step - 1) % self._reader.batches_per_epoch * batch_size
-        rows = min(batch_size, self._reader.num_rows - rows_before)
+        rows = self._rows_in_flight.popleft()
         self._samples += rows
         self._window.add(loss, self._state.task.training_sums(outputs), rows)
         # reading a GPU's tensor waits for its stream: losses on a GPU are checked once for each line of metrics
@@ -338,8 +372,7 @@ class Trainer:
         not_finite = self._window.first_not_finite()
         if not_finite is not None:
             steps_ago, loss = not_finite
-            reader = training_reader(self._config, self._ranks, prefetch_batches=0)
-            raise keep_batch(reader, self._folder.path, self._ranks.rank, self._step - steps_ago, loss)
+            raise keep_batch(self._config, self._ranks, self._folder.path, self._step - steps_ago, loss)
 
     def _log(self) -> None:
         """Records and shows a line of metrics of the window, the steps since the last line; all ranks call it.
@@ -348,7 +381,7 @@ class Trainer:
         """
         self._require_finite()
         most_unreadable = self._config.data.skip_unreadable
-        if most_unreadable:
+        if most_unreadable and isinstance(self._reader, BatchReader):
             self.unreadable = gather_unreadable(self.unreadable, self._reader, most_unreadable, self._progress.say)
         window = self._window
         window.add_replaced(replaced_counts(self._state.model, self._step))
@@ -361,7 +394,12 @@ class Trainer:
         if not self._ranks.is_first:
             return
         # each rank's loss is its share of the mean loss times the number of ranks
-        loss = float(sums.pop(_LOSSES)) / window.rows / self._ranks.world_size
+        losses = float(sums.pop(_LOSSES))
+        loss = losses / window.rows / self._ranks.world_size
+        progressive: dict[str, Any] = {}
+        if isinstance(self._reader, StreamReader):
+            self._cumulative.add(losses / self._ranks.world_size, sums)
+            progressive = self._cumulative.metrics(self._state.task, self._samples) | self._reader.counts
         values: dict[str, Any] = {
             "epoch": (self._step - 1) // self._reader.batches_per_epoch,
             "samples": self._samples,
@@ -372,6 +410,7 @@ class Trainer:
             "learning_rate": self._learning_rate,
             **({"replaced_share": replaced} if replaced else {}),
             **({"unreadable_row_groups": len(self.unreadable)} if self.unreadable else {}),
+            **progressive,
         }
         self._folder.record("train", self._step, values)
         self._progress.show(
@@ -392,17 +431,17 @@ class Trainer:
             STEPS_BEFORE: self._state.optimizers.steps_before,
             "samples": self._samples,
             "seconds": self._seconds,
-            "reader": self._reader.state_dict(in_flight=self._num_in_flight),
+            "reader": self._reader.state_dict(in_flight=len(self._rows_in_flight)),
             "window": self._window.values(self._ranks.world_size),
             **({"unreadable": self.unreadable} if self.unreadable else {}),
             **({BEST: self._best.to_json()} if self._config.train.compares_evaluations else {}),
         }
-        step, state = f"step {self._step}/{self.num_steps}", self._state
+        step, state = self._at_step, self._state
         self._checkpoints.save(
             self._step,
             state.model,
             state.optimizers.combined,
-            Progress(values, self._window.tensors(), state.averages.values),
+            Progress(values, {**self._window.tensors(), **self._cumulative.tensors()}, state.averages.values),
             say=lambda text: self._progress.say(f"{step}  {text}"),
             is_due=is_due,
         )
@@ -437,11 +476,21 @@ class Trainer:
         where = f"{self._ranks.world_size} x {self._ranks.device.type}"
         begin = f"resuming at step {self._step} of" if self._step else "training"
         self._progress.say(
-            f"{begin} {self.num_steps} steps of {self._config.train.batch_size} rows on {where} in {self.precision}; "
+            f"{begin} {self._shown_steps or 'a stream in'} steps of {self._config.train.batch_size} rows on {where} in "
+            f"{self.precision}; "
             f"run folder {self._folder.path}"
         )
         for line in (*_start_lines(self._start, self._state), *self._due.notes_on_clusterings()):
             self._progress.say(line)
+
+    @property
+    def _shown_steps(self) -> int | None:
+        """Number of steps of the run; None where nobody knows it."""
+        return self.num_steps if self.num_steps < ENDLESS else None
+
+    @property
+    def _at_step(self) -> str:
+        return at_step(self._step, self._shown_steps)
 
     def _shown(self, values: Mapping[str, Any]) -> str:
         return (

@@ -22,6 +22,29 @@ COUNTS_REFUSED = "a dataset (data.path) knows how many ids its rows have, so tha
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
+class StreamConfig:
+    """Raw rows to train on as they arrive, in place of the training split; see :mod:`distembed.data.stream`.
+
+    Attributes:
+        source: Folder or URL in which files of rows appear, or ``kafka://HOST:PORT/TOPIC`` with JSON objects.
+        until_idle: Seconds without rows after which training ends; null to wait for ever.
+        max_rows: Number of well-formed rows after which training ends; null for no limit.
+        max_rejected: Largest share of malformed rows, counted from the first row on; null for no limit.
+        max_bad_files: Largest number of files that cannot be read; null for no limit.
+        poll_seconds: Seconds between two looks at a source that has no rows.
+        kafka_properties: File of ``NAME=VALUE`` lines for librdkafka, such as ``sasl.password``; null for none.
+    """
+
+    source: Annotated[str, Field(min_length=1)]
+    until_idle: Annotated[float, Field(gt=0)] | None = None
+    max_rows: Annotated[int, Field(gt=0, lt=2**62)] | None = None
+    max_rejected: Annotated[float, Field(ge=0, le=1)] | None = None
+    max_bad_files: Annotated[int, Field(ge=0)] | None = None
+    poll_seconds: Annotated[float, Field(gt=0)] = 1.0
+    kafka_properties: str | None = None
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class DataConfig:
     """Where the rows are.
 
@@ -40,6 +63,7 @@ class DataConfig:
             rows of other row groups take their place. Evaluations and predictions need all rows.
         cache_dir: Folder on this machine for fetched files; null for ``~/.cache/distembed``.
         cache_bytes: Most bytes of row groups in it; the least recently used are removed.
+        stream: Raw rows that keep arriving, to train on in place of ``train``; null to train on ``train``.
     """
 
     path: str | None = None
@@ -52,6 +76,7 @@ class DataConfig:
     skip_unreadable: Annotated[int, Field(ge=0)] = 0
     cache_dir: str | None = None
     cache_bytes: Annotated[int, Field(ge=0)] = DEFAULT_CACHE_BYTES
+    stream: StreamConfig | None = None
 
     @field_validator("ids_per_row", mode="before")
     @classmethod

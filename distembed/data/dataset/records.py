@@ -102,6 +102,13 @@ class RecordBlock:
         lists = {name: column.gather(rows) for name, column in self.jagged.items()}
         return RecordBlock(np.take(self.records, rows, axis=0), lists)
 
+    def between(self, start: int, stop: int) -> RecordBlock:
+        """Returns the rows from ``start`` to ``stop`` - 1, as far as the block has them; records are not copied."""
+        rows = np.arange(len(self.records))[start:stop]
+        return RecordBlock(
+            self.records[start:stop], {name: column.gather(rows) for name, column in self.jagged.items()}
+        )
+
     @classmethod
     def concatenate(cls, blocks: Sequence[RecordBlock]) -> RecordBlock:
         records = np.concatenate([block.records for block in blocks])

@@ -114,6 +114,5 @@ def batches_of(schema: Schema, block: RecordBlock, batch_size: int) -> Iterator[
     assembler = BatchAssembler(schema)
     num_rows = len(block.records)
     for start in range(0, num_rows, batch_size):
-        rows = range(start, min(start + batch_size, num_rows))
-        batch_rows = block if len(rows) == num_rows else block.gather(np.arange(rows.start, rows.stop))
-        yield from assembler.assemble([batch_rows], [len(rows)])
+        rows = block.between(start, start + batch_size)
+        yield from assembler.assemble([rows], [len(rows.records)])

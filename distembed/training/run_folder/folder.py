@@ -34,6 +34,7 @@ class RunFolder:
         plan.json         where each table is, and the inputs of that plan; input of `distembed train --plan`
         dataset/          the meaning of the dataset's ids (:mod:`distembed.data.dataset.kept`)
         codes/            codes of tables, where the run begins with a run of codes
+        stream.jsonl      the pieces of a stream in the order in which they are read (train --follow)
         metrics.jsonl     one object a line: kind "train" or "eval", step, values
         tensorboard/      the same metrics, unless train.loggers leaves them out
         loggers.json      ids of the run at the services of train.loggers; wandb/ has W&B's own files

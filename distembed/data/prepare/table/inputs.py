@@ -245,7 +245,7 @@ def find_inputs(
             remote = sorted(list_remote(name), key=lambda file: natural_order(file.url))
             files += remote
         else:
-            files += [file for path in _matching(name) for file in _files(path, is_readable or _is_table, note)]
+            files += [file for path in _matching(name) for file in _files(path, is_readable or is_table, note)]
     seen_files: set[object] = set()
     for file in files:
         file_name = file.url if isinstance(file, RemoteFile) else str(file)
@@ -370,7 +370,7 @@ def _by_name(name: str) -> tuple[str | None, str | None]:
     return _FORMATS.get(end), _SEPARATORS.get(end)
 
 
-def _is_table(path: Path) -> bool:
+def is_table(path: Path) -> bool:
     """Returns whether a file of a folder is read: by its end, or with none unless it begins with _ (Spark's own)."""
     format, _ = _by_name(path.name)
     return format is not None or (path.suffix.lower() in ("", *_COMPRESSIONS) and not path.name.startswith("_"))

@@ -1,0 +1,201 @@
+"""The messages of a Kafka topic, each a JSON object of a row, read by ``confluent-kafka`` from the earliest one on.
+
+A piece is a range of offsets of a partition::
+
+    partition 0    [0, 65536)        [65536, 70000)      a round takes what each partition has, in order,
+    partition 1    [0, 65536)        [65536, 65540)      at most 65,536 messages of it
+    pieces         p0  p1            p0  p1
+
+The run's journal and checkpoints hold the offsets; the consumer belongs to no group and commits nothing. Trade-off:
+each change of partition opens a new fetch, some milliseconds, so that a round reads its messages in a fixed order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from distembed.base.errors import RunError, TemporaryFailure, UserError
+from distembed.data.dataset.config import StreamConfig
+from distembed.data.prepare.table.source import TableSource
+from distembed.data.prepare.table.text_rows import JsonBlock
+from distembed.data.stream.source import KAFKA, Piece
+from distembed.data.table.blocks import ParsedBlock
+from distembed.data.table.schema import TableSchema
+
+try:
+    import confluent_kafka
+except ImportError as missing:
+    raise UserError(
+        f"--follow {KAFKA}... needs the package confluent-kafka ({missing}): `pip install 'distembed[kafka]'`."
+    ) from missing
+
+_MOST_MESSAGES = 65_536
+_BLOCK_MESSAGES = 4096
+_ANSWER_SECONDS = 5.0
+_GONE_SECONDS = 60.0
+
+
+class KafkaSource:
+    """The partitions of a topic; partitions that are added later are read from their beginning."""
+
+    def __init__(self, config: StreamConfig, schema: TableSchema) -> None:
+        self._brokers, _, self._topic = config.source.removeprefix(KAFKA).partition("/")
+        if not self._brokers or not self._topic or "/" in self._topic:
+            raise UserError(
+                f"data.stream.source (--follow) is {config.source!r}; give {KAFKA}HOST:PORT/TOPIC, of several brokers "
+                f"{KAFKA}HOST:PORT,HOST:PORT/TOPIC."
+            )
+        self.is_pending = False
+        self._parser = TableSource([], schema)
+        self._next: dict[int, int] = {}  # of each partition, the offset after its last piece
+        self._at: tuple[int, int] | None = None  # the partition and offset that the consumer is at
+        self._answered = time.monotonic()
+        settings = {
+            "group.id": "distembed",  # demanded, and not joined
+            "enable.auto.commit": False,
+            "auto.offset.reset": "error",
+            "enable.partition.eof": True,
+            "queued.max.messages.kbytes": 16_384,
+            **_properties(config.kafka_properties),
+            "bootstrap.servers": self._brokers,
+        }
+        try:
+            self._consumer = confluent_kafka.Consumer(settings, logger=None)
+        except (confluent_kafka.KafkaException, ValueError, TypeError) as error:
+            raise UserError(f"data.stream.kafka_properties={config.kafka_properties!r}: {_text(error)}.") from error
+        try:
+            self._partitions()
+        except confluent_kafka.KafkaException as error:
+            self.close()
+            raise TemporaryFailure(
+                f"no broker at {self._brokers} answers within {_ANSWER_SECONDS:g} s ({_text(error)}); see whether it "
+                "runs, and whether its advertised listeners can be reached from here."
+            ) from error
+
+    def restore(self, pieces: Sequence[Piece]) -> None:
+        for piece in pieces:
+            if "partition" not in piece:
+                raise UserError(
+                    f"--resume: the run has read {dict(piece)}, which is of no topic, and data.stream.source is now "
+                    f"{KAFKA}{self._brokers}/{self._topic}; give the source that the run was started with."
+                )
+            self._next[piece["partition"]] = piece["stop"]
+
+    def new_pieces(self) -> list[Piece]:
+        pieces: list[Piece] = []
+        try:
+            for partition in self._partitions():
+                place = confluent_kafka.TopicPartition(self._topic, partition)
+                low, high = self._consumer.get_watermark_offsets(place, timeout=_ANSWER_SECONDS, cached=False)
+                start = self._next.get(partition, low)
+                if start > high:
+                    raise UserError(
+                        f"partition {partition} of the topic {self._topic!r} ends at offset {high}, and the run has "
+                        f"read until {start}: the topic was made anew; begin a new run with --init-from."
+                    )
+                if start < high:
+                    stop = min(high, start + _MOST_MESSAGES)
+                    pieces.append({"partition": partition, "start": start, "stop": stop})
+        except confluent_kafka.KafkaException as error:
+            self._require_answer(error)
+            return []
+        self.is_pending, self._answered = False, time.monotonic()
+        self._next |= {piece["partition"]: piece["stop"] for piece in pieces}
+        return pieces
+
+    def blocks(self, piece: Piece) -> Iterator[ParsedBlock]:
+        partition, offset, stop = piece["partition"], piece["start"], piece["stop"]
+        if self._at != (partition, offset):
+            self._consumer.assign([confluent_kafka.TopicPartition(self._topic, partition, offset)])
+        self._answered = time.monotonic()
+        while offset < stop:
+            values = list[bytes]()
+            # offsets may have gaps: of deleted messages, and of the ends of transactions
+            while offset < stop and len(values) < _BLOCK_MESSAGES:
+                messages = self._consumer.consume(min(stop - offset, _BLOCK_MESSAGES), timeout=1.0)
+                for message in messages:
+                    offset = max(offset, self._offset_after(message, piece))
+                    if message.error() is None and message.offset() < stop:
+                        values.append(_one_line(message.value() or b""))
+                if messages:
+                    self._answered = time.monotonic()
+                else:
+                    self._require_answer("no message comes")
+                    if values:
+                        break
+            if values:
+                yield self._parser.parse(JsonBlock(b"\n".join(values) + b"\n", self._parser.parser.columns))
+        self._at = (partition, offset) if offset == stop else None
+        self.is_pending = False
+
+    def describe(self, piece: Piece) -> str:
+        return f"{self._topic}, partition {piece['partition']}, offsets from {piece['start']}"
+
+    def close(self) -> None:
+        self._consumer.close()
+
+    def _partitions(self) -> list[int]:
+        """Returns the numbers of the topic's partitions; a topic that does not exist is a UserError."""
+        topic = self._consumer.list_topics(self._topic, timeout=_ANSWER_SECONDS).topics[self._topic]
+        if topic.error is not None and topic.error.code() == confluent_kafka.KafkaError.UNKNOWN_TOPIC_OR_PART:
+            raise UserError(
+                f"the brokers {self._brokers} have no topic {self._topic!r} (--follow); make it first, or see how its "
+                "name is written."
+            )
+        if topic.error is not None:
+            raise confluent_kafka.KafkaException(topic.error)
+        return sorted(topic.partitions)
+
+    def _offset_after(self, message: Any, piece: Piece) -> int:
+        """Returns the offset after a message, or the end of the partition, which is a message too."""
+        error = message.error()
+        if error is None:
+            return int(message.offset()) + 1
+        if error.code() == confluent_kafka.KafkaError._PARTITION_EOF:
+            return int(message.offset())
+        if error.code() in (
+            confluent_kafka.KafkaError._AUTO_OFFSET_RESET,
+            confluent_kafka.KafkaError.OFFSET_OUT_OF_RANGE,
+        ):
+            raise RunError(
+                f"messages of {self.describe(piece)} are gone: the topic keeps them for less time than the run was "
+                "stopped. Begin a new run with --init-from."
+            )
+        self._require_answer(error.str())
+        return 0
+
+    def _require_answer(self, error: object) -> None:
+        """Raises a TemporaryFailure where the brokers have not answered for a minute; the stream is not idle."""
+        self.is_pending = True
+        if time.monotonic() - self._answered > _GONE_SECONDS:
+            raise TemporaryFailure(
+                f"the brokers {self._brokers} have not answered for {_GONE_SECONDS:g} s ({_text(error)}); see whether "
+                "they run, and go on with --resume."
+            )
+
+
+def _one_line(value: bytes) -> bytes:
+    """Returns a JSON text as a line: between its values, ends of lines are blanks."""
+    return value.replace(b"\r", b" ").replace(b"\n", b" ")
+
+
+def _text(error: object) -> str:
+    first = error.args[0] if isinstance(error, Exception) and error.args else error
+    return first.str() if isinstance(first, confluent_kafka.KafkaError) else str(first)
+
+
+def _properties(path: str | None) -> dict[str, str]:
+    """Returns the settings in a file of ``NAME=VALUE`` lines; lines that begin with # are comments."""
+    if path is None:
+        return {}
+    try:
+        lines = [line.strip() for line in Path(path).read_text().splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"data.stream.kafka_properties {path!r} cannot be read: {error}.") from error
+    pairs = [line.partition("=") for line in lines if line and not line.startswith("#")]
+    if wrong := next((name for name, equals, _ in pairs if not equals), None):
+        raise UserError(f"data.stream.kafka_properties {path!r} has the line {wrong!r}; give NAME=VALUE.")
+    return {name.strip(): value.strip() for name, _, value in pairs}

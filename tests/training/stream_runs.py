@@ -1,0 +1,123 @@
+"""Raw rows for streams, a dataset prepared from them, the order in which training reads it, and a broker."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+import torch
+import yaml
+from confluent_kafka import Producer
+
+from distembed.data.dataset.manifest import Manifest
+from distembed.data.dataset.row_groups import list_row_groups
+from distembed.data.prepare.table import prepare_table
+from distembed.data.reader.order import BatchOrder, EpochOrder
+from distembed.data.table.schema import TableSchema
+from tests.robustness.checkpoint_numbers import saved_numbers
+from tests.small_runs import config_values
+
+NUM_ROWS = 2000
+SCHEMA = {
+    "label": {"column": "click"},
+    "dense": {"price": {"transform": "log"}, "age": {"transform": "standardize"}},
+    "categorical": {"site": {}, "day": {"kind": "integer"}, "tags": {"separator": "|", "max_length": 2}},
+}
+Row = Mapping[str, Any]
+
+
+def draw_rows(num_rows: int = NUM_ROWS, seed: int = 0) -> list[Row]:
+    rng = np.random.default_rng(seed)
+    return [
+        {
+            "click": int(rng.integers(2)),
+            "price": None if rng.random() < 0.1 else round(float(rng.exponential(9)), 2),
+            "age": int(rng.integers(18, 90)),
+            "site": None if rng.random() < 0.1 else f"s{int(50 * rng.random() ** 2)}.com",
+            "day": int(rng.integers(1, 8)),
+            "tags": "|".join(f"t{int(tag)}" for tag in rng.integers(0, 20, rng.integers(0, 4))) or None,
+        }
+        for _ in range(num_rows)
+    ]
+
+
+def prepare(folder: Path, rows: Sequence[Row]) -> Path:
+    """Prepares rows, and writes a config beside the dataset; returns the config."""
+    write_file(folder / "rows.csv", rows)
+    prepare_table([folder / "rows.csv"], folder / "dataset", TableSchema.from_json(SCHEMA, "test"))
+    values = config_values(folder / "dataset")
+    values["train"] |= {"checkpoint_every": 2, "loggers": []}
+    (folder / "config.yaml").write_text(yaml.safe_dump(values))
+    return folder / "config.yaml"
+
+
+def write_file(path: Path, rows: Sequence[Row]) -> None:
+    """Writes rows as the end of the name says, and gives the file its name when it is whole."""
+    part = path.with_name(f".{path.name}")
+    table = pa.table({name: [row[name] for row in rows] for name in rows[0]})
+    if path.suffix == ".parquet":
+        pq.write_table(table, part, row_group_size=100)
+    elif path.suffix == ".csv":
+        pyarrow.csv.write_csv(table, part)
+    else:
+        part.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    part.rename(path)
+
+
+def write_files(folder: Path, rows: Sequence[Row], num_files: int, suffix: str = ".parquet") -> Path:
+    folder.mkdir(exist_ok=True)
+    for number, rows_of_file in enumerate(np.array_split(np.arange(len(rows)), num_files)):
+        write_file(folder / f"part-{number}{suffix}", [rows[row] for row in rows_of_file])
+    return folder
+
+
+def training_order(dataset: Path, batch_size: int, seed: int = 0) -> list[int]:
+    """Returns the number of each row of the training split in the order of the first epoch's batches."""
+    manifest = Manifest.load(dataset)
+    counts = tuple(group.num_rows for group in list_row_groups(dataset, manifest, "train"))
+    order = EpochOrder(counts, BatchOrder(batch_size, seed=seed))
+    begins = np.cumsum(counts) - counts
+    lanes = []
+    for lane in range(order.num_lanes):
+        rows = []
+        for window in order.lane_windows(0, lane):
+            numbers = [begins[group] + np.arange(start, stop) for group, start, stop in window.segments]
+            rows.append(np.concatenate(numbers)[order.window_permutation(0, lane, window)])
+        lanes.append(np.concatenate(rows))
+    parts = [part for batch in range(order.num_batches) for part in order.rank_parts(batch, 0, 1)]
+    return [int(row) for lane, start, stop in parts for row in lanes[lane][start:stop]]
+
+
+def last_numbers(run: Path) -> dict[str, torch.Tensor]:
+    """Returns weights and optimizer states of a run's newest checkpoint."""
+    newest = max((run / "checkpoints").iterdir())
+    return {name: value for name, value in saved_numbers(str(newest)).items() if name.startswith(("model", "optim"))}
+
+
+def require_equal(run: Path, other: Path) -> None:
+    """That two runs have equal weights, and logged equal metrics after equal steps."""
+    numbers, others = last_numbers(run), last_numbers(other)
+    assert numbers.keys() == others.keys()
+    differing = [name for name, value in numbers.items() if not torch.equal(value, others[name])]
+    assert not differing, differing
+
+
+@contextmanager
+def kafka_broker() -> Iterator[tuple[str, Producer]]:
+    """Yields the address of a broker on the loopback, which librdkafka runs in this process, and a producer for it."""
+    producer = Producer({"test.mock.num.brokers": 1, "linger.ms": 1}, logger=None)
+    broker = next(iter(producer.list_topics(timeout=10).brokers.values()))
+    assert broker.host == "127.0.0.1"
+    yield f"{broker.host}:{broker.port}", producer
+    producer.purge()
+
+
+def send(producer: Producer, topic: str, rows: Sequence[Row], partition: int = 0) -> None:
+    for row in rows:
+        producer.produce(topic, json.dumps(row), partition=partition)
+    producer.flush(30)

@@ -1,0 +1,261 @@
+"""Training on raw rows that keep arriving: equal to training on the prepared rows, killed and resumed, and errors."""
+
+import json
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from confluent_kafka import Producer
+
+from distembed.base.errors import RunError, UserError
+from distembed.data.stream.folder import FolderSource
+from distembed.data.stream.journal import Journal
+from distembed.data.table.schema import TableSchema
+from tests.processes import start_processes
+from tests.ranks import free_port
+from tests.small_runs import call, distembed, metrics, run_command
+from tests.small_runs import write_dataset as write_dataset_without_raw_rows
+from tests.training.stream_runs import (
+    SCHEMA,
+    Row,
+    draw_rows,
+    kafka_broker,
+    prepare,
+    require_equal,
+    send,
+    training_order,
+    write_file,
+    write_files,
+)
+
+IDLE = ("--until-idle", "0.4", "data.stream.poll_seconds=0.2")
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare(tmp_path_factory.mktemp("prepared"), draw_rows())
+
+
+@pytest.fixture(scope="module")
+def ordered(config: Path) -> list[Row]:
+    """The rows of the training split, in the order in which training on the dataset reads them."""
+    rows = draw_rows()
+    return [rows[number] for number in training_order(config.parent / "dataset", 64)]
+
+
+@pytest.fixture(scope="module")
+def trained(config: Path) -> Path:
+    """A run on the prepared rows."""
+    run = config.parent / "trained"
+    distembed("train", config, "--run-dir", run)
+    return run
+
+
+def follow(config: Path, source: object, run: Path, *settings: object) -> str:
+    return call("train", config, "--follow", source, *IDLE, *settings, "--run-dir", run)
+
+
+@pytest.mark.parametrize(
+    "ranks, suffix",
+    [(1, ".parquet"), (1, ".csv"), (1, ".jsonl"), pytest.param(2, ".parquet", marks=pytest.mark.distributed)],
+)
+def test_a_stream_gives_the_weights_and_the_metrics_of_the_prepared_rows(
+    config: Path, ordered: list[Row], trained: Path, tmp_path: Path, ranks: int, suffix: str
+) -> None:
+    source, run = write_files(tmp_path / "rows", ordered, 3, suffix), tmp_path / "run"
+    distembed("train", config, "--follow", source, *IDLE, "--run-dir", run, ranks=ranks)
+    if ranks == 1:
+        require_equal(run, trained)
+    else:
+        distembed("train", config, "--run-dir", tmp_path / "two", ranks=2)
+        require_equal(run, tmp_path / "two")
+    lines, prepared = metrics(run, "train"), metrics(trained, "train")
+    assert [line["samples"] for line in lines] == [line["samples"] for line in prepared]
+    assert [line["auc"] for line in lines] == pytest.approx([line["auc"] for line in prepared], abs=1e-3)
+    if ranks == 1:
+        assert [line["loss"] for line in lines] == [line["loss"] for line in prepared]
+    rows = [line["samples"] - before["samples"] for before, line in zip([{"samples": 0}, *lines], lines, strict=False)]
+    mean = sum(line["loss"] * count for line, count in zip(lines, rows, strict=True)) / sum(rows)
+    assert lines[-1]["cumulative_loss"] == pytest.approx(mean, rel=1e-6)
+    assert len(metrics(run, "eval")) == 2  # of the validation split at the end, and of the test split
+
+
+def test_messages_of_a_topic_are_rows_too(config: Path, ordered: list[Row], trained: Path, tmp_path: Path) -> None:
+    with kafka_broker() as (address, producer):
+        send(producer, "clicks", ordered)
+        follow(config, f"kafka://{address}/clicks", tmp_path / "run")
+    require_equal(tmp_path / "run", trained)
+
+
+def test_malformed_and_late_rows_are_counted_and_the_rest_is_trained(config: Path, tmp_path: Path) -> None:
+    source, rows = tmp_path / "rows", draw_rows(300)
+    write_files(source, rows[:200], 2, ".jsonl")
+    (source / "part-0.jsonl").write_text((source / "part-0.jsonl").read_text() + '{"click": 7}\nno row\n')
+    (source / "part-4.parquet").write_bytes(b"PAR1 no Parquet PAR1")
+    said = follow(config, source, tmp_path / "run")
+    assert "row 100" in said and "row 101" in said and "part-4.parquet" in said
+    write_file(source / "part-2.jsonl", rows[200:])
+    said = follow(config, source, tmp_path / "run", "--resume")
+    assert "late" in said and "part-2.jsonl" in said
+    last = metrics(tmp_path / "run", "train")[-1]
+    assert {name: last[name] for name in ("samples", "rejected_rows", "bad_files", "late_rows")} == {
+        "samples": 300,
+        "rejected_rows": 2,
+        "bad_files": 1,
+        "late_rows": 100,
+    }
+    with pytest.raises(UserError, match=r"1 files .* more than data.stream.max_bad_files=0"):
+        follow(config, source, tmp_path / "strict", "data.stream.max_bad_files=0")
+
+
+def test_too_many_malformed_rows_end_the_run(config: Path, tmp_path: Path) -> None:
+    source = write_files(tmp_path / "rows", [*draw_rows(900), *({**row, "click": 7} for row in draw_rows(200))], 1)
+    with pytest.raises(UserError, match=r"200 of 1,\d+ rows .* malformed, more than data.stream.max_rejected=0.1"):
+        follow(config, source, tmp_path / "run", "data.stream.max_rejected=0.1")
+    follow(config, source, tmp_path / "lenient", "data.stream.max_rejected=0.2")
+
+
+def test_a_stream_ends_at_its_rows_and_goes_on(config: Path, tmp_path: Path) -> None:
+    source = write_files(tmp_path / "rows", draw_rows(500), 2)
+    follow(config, source, tmp_path / "once", "--max-rows", "384")
+    follow(config, source, tmp_path / "twice", "--max-rows", "192")
+    follow(config, source, tmp_path / "twice", "--max-rows", "384", "--resume")
+    require_equal(tmp_path / "once", tmp_path / "twice")
+    assert metrics(tmp_path / "twice", "train")[-1]["samples"] == 384
+    with pytest.raises(UserError, match="was trained on a stream; give --follow"):
+        call("train", config, "--run-dir", tmp_path / "once", "--resume")
+
+
+def start_run(ranks: int, config: Path, source: object, run: Path, *settings: str) -> list[Any]:
+    follows = ("--follow", source, *settings, "--run-dir", run, "--resume-or-start")
+    arguments = ("train", config, *follows)
+    return list(start_processes(ranks, run_command, arguments, run.parent, ranks, free_port()).processes)
+
+
+def wait_for_steps(run: Path, processes: Sequence[Any], steps: int) -> None:
+    while not (run / "metrics.jsonl").exists() or (run / "metrics.jsonl").read_text().count("\n") < steps:
+        assert all(process.is_alive() for process in processes), (run.parent / "errors").read_text()
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.distributed)])
+def test_sigterm_saves_while_a_stream_waits_for_rows(config: Path, tmp_path: Path, ranks: int) -> None:
+    source, run, rows = tmp_path / "rows", tmp_path / "run", draw_rows(400)
+    write_files(source, rows[:200], 1)
+    processes = start_run(ranks, config, source, run)
+    wait_for_steps(run, processes, 3)
+    for process in processes:
+        os.kill(process.pid, signal.SIGTERM)
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [75] * ranks
+    write_file(source / "part-1.parquet", rows[200:])
+    distembed("train", config, "--follow", source, *IDLE, "--run-dir", run, "--resume", ranks=ranks)
+    distembed("train", config, "--follow", source, *IDLE, "--run-dir", tmp_path / "whole", ranks=ranks)
+    require_equal(run, tmp_path / "whole")
+
+
+class Arriving(threading.Thread):
+    """Sends a stream's rows, a part at a time."""
+
+    def __init__(self, parts: Sequence[Sequence[Row]], target: Path | tuple[Producer, str]) -> None:
+        super().__init__()
+        self._parts, self._to = parts, target
+
+    def run(self) -> None:
+        for number, rows in enumerate(self._parts):
+            if isinstance(self._to, Path):
+                write_file(self._to / f"part-{number}.parquet", rows)
+            else:
+                send(*self._to, rows)
+            time.sleep(0.3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["folder", "kafka"])
+def test_a_killed_stream_trains_each_row_once(config: Path, tmp_path: Path, kind: str) -> None:
+    rows, rng = draw_rows(6000, seed=1), random.Random(0)
+    parts = [rows[start : start + 250] for start in range(0, len(rows), 250)]
+    (tmp_path / "rows").mkdir()
+    with kafka_broker() as (address, producer):
+        producer.list_topics("clicks", timeout=10)  # which makes the topic
+        source = tmp_path / "rows" if kind == "folder" else f"kafka://{address}/clicks"
+        arriving = Arriving(parts, tmp_path / "rows" if kind == "folder" else (producer, "clicks"))
+        arriving.start()
+        for killed in range(4):
+            (process,) = start_run(1, config, source, tmp_path / "run", "data.stream.poll_seconds=0.2")
+            wait_for_steps(tmp_path / "run", [process], 10 * (killed + 1))
+            time.sleep(rng.random())
+            process.kill()
+            process.join()
+        arriving.join()
+        follow(config, source, tmp_path / "run", "--resume")
+        follow(config, source, tmp_path / "whole")
+    require_equal(tmp_path / "run", tmp_path / "whole")
+    assert metrics(tmp_path / "run", "train")[-1]["samples"] == len(rows)
+
+
+def test_a_file_is_read_once_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    source = FolderSource(str(tmp_path), TableSchema.from_json(SCHEMA, "test"))
+    table = pa.table({"click": [1]})
+    pq.write_table(table, tmp_path / "b.parquet")
+    whole = (tmp_path / "b.parquet").read_bytes()
+    for name, content in (("a.parquet", whole[:-9]), (".c.parquet", whole), ("_d.parquet", whole), ("e.md", b"")):
+        (tmp_path / name).write_bytes(content)
+
+    def found(seconds: float) -> list[str]:
+        now[0] += seconds
+        return [piece["file"] for piece in source.new_pieces()]
+
+    assert found(0) == [] and source.is_pending
+    assert found(2) == ["b.parquet"] and source.is_pending
+    (tmp_path / "a.parquet").write_bytes(whole)  # its writer goes on
+    assert found(2) == [] and found(2) == ["a.parquet"] and not source.is_pending
+    (tmp_path / "f.parquet").write_bytes(whole[:-9])
+    assert found(2) == found(30) == [] and found(40) == ["f.parquet"]  # its writer has died
+
+
+def test_a_journal_drops_the_line_that_a_killed_process_has_not_finished(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.add([{"file": "a"}, {"file": "b"}])
+    with (tmp_path / "stream.jsonl").open("a") as file:
+        file.write('{"file": "c')
+    assert Journal(tmp_path).pieces == journal.pieces
+    Journal(tmp_path).add([{"file": "d"}])
+    assert [piece["file"] for piece in Journal(tmp_path).pieces] == ["a", "b", "d"]
+
+
+def test_errors_say_what_to_do(config: Path, tmp_path: Path) -> None:
+    run, rows = tmp_path / "run", write_files(tmp_path / "rows", draw_rows(100), 1)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="is no folder; make it first"):
+        follow(config, tmp_path / "missing", run)
+    with pytest.raises(UserError, match=r"no row came from .*empty .*until_idle=0.4 seconds"):
+        follow(config, tmp_path / "empty", run)
+    with pytest.raises(UserError, match="by the schema of data.path"):
+        other = write_dataset_without_raw_rows(tmp_path / "other")
+        follow(config, rows, tmp_path / "run2", f"data.path={json.dumps(str(other))}")
+    with pytest.raises(UserError, match=r"schedule follows the number of steps.* data.stream.max_rows"):
+        follow(config, rows, tmp_path / "run2", "train.dense_optimizer.schedule.decay=linear")
+    with pytest.raises(UserError, match="train.epochs is 2"):
+        follow(config, rows, tmp_path / "run2", "train.epochs=2")
+
+
+def test_errors_of_a_topic_say_what_to_do(config: Path, tmp_path: Path) -> None:
+    with kafka_broker() as (address, producer):
+        producer.list_topics("empty", timeout=10)
+        for topic, error in (("a/b", "give kafka://HOST"), ("missing", "have no topic"), ("empty", "no row came")):
+            with pytest.raises(UserError, match=error):
+                follow(config, f"kafka://{address}/{topic}", tmp_path / f"run-{topic[:1]}")
+    with pytest.raises(RunError, match="no broker at 127.0.0.1:1 answers"):
+        follow(config, "kafka://127.0.0.1:1/clicks", tmp_path / "run")
