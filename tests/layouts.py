@@ -273,7 +273,9 @@ def gather_numbers(trained: Trained) -> Whole:
     states: Arrays = {}
     slices: dict[str, set[tuple[int, int]]] = {}
     for kind, name, size, offsets, values, columns in (item for items in by_rank for item in items):
-        whole = (weights if kind == "weight" else states).setdefault(name, np.full(size, np.nan, np.float32))
+        # a long double holds integers of 64 bits, as the keys of hashes are
+        dtype = np.float32 if np.issubdtype(values.dtype, np.floating) else np.longdouble
+        whole = (weights if kind == "weight" else states).setdefault(name, np.full(size, np.nan, dtype))
         place = tuple(slice(start, start + length) for start, length in zip(offsets, values.shape, strict=True))
         seen = whole[place]
         assert np.isnan(seen).all() or np.array_equal(seen, values), name  # equal where replicated

@@ -30,10 +30,9 @@ from distembed.checkpoints.host_copies import host_copies
 from distembed.checkpoints.optimizer_state import named_states
 from distembed.checkpoints.shards import TensorShards
 from distembed.embedding.config import CompositionalEmbeddingConfig, meaning_of_weights
-from distembed.embedding.tables import CompositionalTables
+from distembed.embedding.partition_state import HasPartitionState
 from distembed.optim.kinds import OPTIMIZERS
 from distembed.optim.live_state import optimizer_names, parameter_states
-from distembed.sharding.parameters import ShardedParameters
 
 AVERAGE = "average."
 """Beginning of the names of averaged weights."""
@@ -124,16 +123,8 @@ def tensors_to_save(
 
 
 def live_weights(model: nn.Module) -> dict[str, TensorShards]:
-    """Returns views of this rank's part of all weights, buffers and states of partitions that have elements.
-
-    The state NAME of a table's partitions is called ``TABLE__NAME``.
-    """
-    states = {
-        f"{path}__{name}": value
-        for path, table in compositional_tables(model)
-        for name, value in table.scheme.state.items()
-    }
-    weights = {name: TensorShards.from_value(value) for name, value in {**model.state_dict(), **states}.items()}
+    """Returns views of this rank's part of all weights, buffers and states of partitions that have elements."""
+    weights = {name: TensorShards.from_value(value) for name, value in model.state_dict().items()}
     return {name: shards for name, shards in weights.items() if shards.size.numel()}
 
 
@@ -160,7 +151,7 @@ def describe_tables(model: nn.Module) -> dict[str, str]:
 def compositional_tables(model: nn.Module) -> Iterator[tuple[str, CompositionalEmbeddingConfig]]:
     """Yields the compositional tables of a model, sharded or not, with their paths ``MODULE.TABLE``."""
     for path, module in get_unwrapped_module(model).named_modules():
-        if isinstance(module, CompositionalTables | ShardedParameters):
+        if isinstance(module, HasPartitionState):
             for table in module.tables():
                 yield f"{path}.{table.name}".lstrip("."), table
 

@@ -18,6 +18,7 @@ from distembed.base.tracing import is_traced
 from distembed.embedding.batches import lengths_by_feature
 from distembed.embedding.config import CompositionalEmbeddingConfig, PartitionTable, perturbation, vector_names
 from distembed.embedding.ids import IdMapper
+from distembed.embedding.partition_state import HasPartitionState
 from distembed.embedding.share import ShareColumns, ShareIds, ShareWeight, TableShare
 from distembed.embedding.torchrec_calls import KnowsTorchRec, LookupModules
 from distembed.sse import require_forward_pass
@@ -38,7 +39,7 @@ class EmbeddedFeature(Generic[TableT]):
     weights: Float[Tensor, " ids"] | None  # the weight of each id, or None where the batch has none
 
 
-class CompositionalTables(KnowsTorchRec, Generic[TableT]):
+class CompositionalTables(HasPartitionState, KnowsTorchRec, Generic[TableT]):
     """Base of the collections: parameters of all partitions, and the steps ids -> mapped ids -> composed vectors.
 
     Attributes:

@@ -31,6 +31,7 @@ from distembed.data.single_ids import has_single_ids as has_marked_ids
 from distembed.embedding.batches import with_ids
 from distembed.embedding.config import CompositionalEmbeddingConfig, perturbation
 from distembed.embedding.ids import IdMapper
+from distembed.embedding.partition_state import HasPartitionState
 from distembed.embedding.share import TableShare
 from distembed.embedding.tables import CompositionalTables, empty_weight, lookup_table_configs
 from distembed.optim.replicated import BackwardUpdates, ReplicatedOptimizer, frozen_settings, fused_optimizer
@@ -42,7 +43,7 @@ from distembed.sharding.share import OwnedIds, make_share
 from distembed.sse import FeaturePerturbation
 
 
-class ShardedParameters(ShardedEmbeddingModule[Any, Any, Any, Any]):
+class ShardedParameters(HasPartitionState, ShardedEmbeddingModule[Any, Any, Any, Any]):
     """Base of the sharded modules; in their bases it comes before TorchRec's sharded module.
 
     Attributes:
@@ -144,6 +145,10 @@ class ShardedParameters(ShardedEmbeddingModule[Any, Any, Any, Any]):
 
     def tables(self) -> list[Any]:
         return list(self._tables)
+
+    def partition_state_changed(self) -> None:
+        super().partition_state_changed()
+        self._owned_ids.clear()
 
     def share(self, table_name: str) -> TableShare:
         """Returns the ids whose vectors this rank composes, with the weights for them; all ranks call it."""
@@ -407,11 +412,8 @@ def forget_copies(model: nn.Module) -> None:
     for lookup in sharded_lookups(model):
         lookup.purge()  # rows, in the device's cache, of tables in host memory
     for module in model.modules():
-        if isinstance(module, CompositionalTables | ShardedParameters):
-            for table in module.tables():
-                table.scheme.state_changed()
-        if isinstance(module, ShardedParameters):
-            module._owned_ids.clear()
+        if isinstance(module, HasPartitionState):
+            module.partition_state_changed()
 
 
 def _names_optimizer(fused_params: Mapping[str, Any]) -> bool:

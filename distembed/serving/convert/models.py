@@ -19,6 +19,7 @@ from distembed.base.names import nearest
 from distembed.base.units import enumerate_lines
 from distembed.embedding.collections import EmbeddingModule, embedding_modules, table_configs, weight_names_of_table
 from distembed.embedding.config import CompositionalEmbeddingConfig
+from distembed.embedding.partition_state import partition_states
 from distembed.embedding.tables import CompositionalTables
 from distembed.serving.convert.stock_checkpoint import StockCheckpoint
 from distembed.serving.convert.tables import FitError, fit_table, full_vectors, require_fit
@@ -201,13 +202,13 @@ def _ends(key: str, name: str) -> bool:
 
 
 def _weights_of_tables(collections: Mapping[str, EmbeddingModule]) -> set[str]:
-    """Returns the names of all weights of compositional tables in the model's state dict."""
+    """Returns the names of all weights and partitions' states of compositional tables in the model's state dict."""
     return {
         f"{path}.{name}".lstrip(".")
         for path, module in collections.items()
         if isinstance(module, CompositionalTables)
         for table in table_configs(module)
-        for name in weight_names_of_table(module, table)
+        for name in [*weight_names_of_table(module, table), *partition_states(table)]
     }
 
 

@@ -52,6 +52,7 @@ from distembed.embedding.bag import pool
 from distembed.embedding.batches import jagged_vectors
 from distembed.embedding.config import PartitionTable
 from distembed.embedding.ids import IdMapper
+from distembed.embedding.partition_state import HasPartitionState
 from distembed.embedding.tables import CompositionalTables, EmbeddedFeature, refuse_torchscript
 
 TableT = TypeVar("TableT", bound=CompositionalEmbeddingConfig)
@@ -67,7 +68,7 @@ _COLUMNS_PER_BYTE = {torch.quint4x2: 2, torch.quint2x4: 4}
 """Columns in a byte, for dtypes of less than 8 bits."""
 
 
-class QuantizedTables(nn.Module, Generic[TableT]):
+class QuantizedTables(HasPartitionState, nn.Module, Generic[TableT]):
     """Base of the quantised collections, made from a float collection, whose ``qconfig`` gives the dtypes.
 
     Attributes:
