@@ -224,9 +224,9 @@ def compress_command(
         ),
     ] = "auto",
     min_count: Annotated[
-        int,
-        typer.Option("--min-count", help="Ids whose count in the dataset's vocabulary is lower share their codes."),
-    ] = 4,
+        int | None,
+        typer.Option("--min-count", help="Ids that occur less often share their codes; 4 unless given."),
+    ] = None,
     data_type: Annotated[
         str | None,
         typer.Option("--data-type", metavar="[fp32|fp16]", help="Type of centroids; unless given, the tables'."),

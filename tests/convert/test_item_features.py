@@ -1,6 +1,7 @@
 """Codes of items made of their features: files of vectors and texts, and runs that are trained with the codes."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,7 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_a_run_is_trained_with_codes_of_features_and_keeps_them(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = session_run(tmp_path_factory, "rating")
     values = raw_values(run / "dataset", Manifest.load(run / "dataset"), "item")
@@ -113,6 +114,9 @@ def test_a_run_is_trained_with_codes_of_features_and_keeps_them(
     made = ("compress", run, tmp_path / "codes", "--features", f"item={file}", "--bits-per-id", "2")
     found = {table["table"]: table for table in json.loads(call(*made, "--json"))["tables"]}
     assert found["item"]["codes"] == "one 1 x 4" and found["user"]["kept"] == "no --features"
+    random = write(tmp_path / "r.parquet", {"key": values[2:], "x": np.random.default_rng(0).random(len(values) - 2)})
+    call(*made[:2], tmp_path / "large", "--features", f"item={random}", "--bits-per-id", "128")
+    assert re.search(r"item: its codes take .*, more than the full table's", capsys.readouterr().err)
     codes = pq.read_table(tmp_path / "codes" / "codes" / "item.parquet")["p0"].to_numpy()
     assert (codes[:2] == 0).all() and (codes[-4:] == 0).all()
     for kind in range(3):
@@ -132,6 +136,7 @@ def test_a_run_is_trained_with_codes_of_features_and_keeps_them(
     [
         (["--features", "item", "--bits-per-id", "4"], "--features is 'item'; give TABLE=FILE"),
         (["--features", "item=x.csv", "--budget", "1kB"], "--features makes codes .*; give --bits-per-id"),
+        (["--features", "item=x.csv", "--bits-per-id", "4", "--min-count", "9"], "--min-count is 9, but --features"),
         (["--features", "items=x.csv", "--bits-per-id", "4"], "--features is 'items'.*Did you mean 'item'"),
         (["--features", "item=x.csv", "--bits-per-id", "4"], "x.csv cannot be read"),
         (["--balance", "0.9", "--bits-per-id", "4"], "--balance is 0.9; give 1 or more"),

@@ -21,6 +21,7 @@ SchemeChoice = Scheme | Literal["auto"]
 DataTypeChoice = Literal["fp32", "fp16"]
 DATA_TYPES: dict[DataTypeChoice, int] = {"fp32": 4, "fp16": 2}
 """The bytes of a number of a codebook, by its type."""
+_MIN_COUNT = 4
 _NOT_RECORDED = ("overwrite", "device")  # the device is recorded as found
 
 
@@ -33,7 +34,8 @@ class CodeOptions:
         bits_per_id: The bits of the codes of an id.
         max_loss: The most that the task's headline metric loses on the validation split.
         scheme: The scheme of all tables; ``auto`` chooses for each table.
-        min_count: Ids whose count in the dataset's vocabulary is lower share their codes.
+        min_count: Ids whose count in training is lower share their codes; None for 4. With ``features``, whose codes
+            rare ids have too, it is not given.
         seed: The seed of the first centroids.
         overwrite: Whether to replace a run of codes.
         data_type: The type of the centroids' numbers; None for the type of the run's tables.
@@ -46,7 +48,7 @@ class CodeOptions:
     bits_per_id: int | None = None
     max_loss: float | None = None
     scheme: SchemeChoice = "auto"
-    min_count: int = 4
+    min_count: int | None = None
     seed: int = 0
     overwrite: bool = False
     data_type: DataTypeChoice | None = None
@@ -71,17 +73,28 @@ class CodeOptions:
                 "--features makes codes that no budget or loss can be told of before a run is trained with them; give "
                 "--bits-per-id, such as 16."
             )
+        if self.features and self.min_count is not None:
+            raise UserError(
+                f"--min-count is {self.min_count}, but --features makes codes of the features of all ids, rare ones "
+                "included; leave --min-count out."
+            )
         for option, value in (("--min-count", self.min_count), ("--seed", self.seed)):
-            if value < 0:
+            if value is not None and value < 0:
                 raise UserError(f"{option} is {value}; give 0 or more.")
         if self.max_loss is not None and not 0 <= self.max_loss < float("inf"):
             raise UserError(f"--max-loss is {self.max_loss}; give a loss of the metric of 0 or more, such as 0.001.")
         if self.bits_per_id is not None and not 1 <= self.bits_per_id <= 256:
             raise UserError(f"--bits-per-id is {self.bits_per_id}; give 1 to 256, such as 6 for 64 vectors a table.")
 
+    @property
+    def least_count(self) -> int:
+        """The least count of an id with codes of its own."""
+        return _MIN_COUNT if self.min_count is None else self.min_count
+
     def record(self) -> dict[str, Any]:
         """Returns the given options that decide the codes, in plain values."""
         values = dataclasses.asdict(self)
+        values["min_count"] = None if self.features else self.least_count
         values["features"] = {table: str(path) for table, path in self.features.items()} or None
         return {name: value for name, value in values.items() if value is not None and name not in _NOT_RECORDED}
 

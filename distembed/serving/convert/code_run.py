@@ -257,7 +257,7 @@ class _Coder:
         """Returns the points of the full vectors of a setting's tables."""
         table = next(iter(group.tables.values()))
         counts, weights = self._counts.get(table.name), self._weights.of(group.tables)
-        is_rare = torch.zeros(len(weights), dtype=torch.bool) if counts is None else counts < self._options.min_count
+        is_rare = torch.zeros(len(weights), dtype=torch.bool) if counts is None else counts < self._options.least_count
         vectors = [self._source[name] for name in group.tables]
         data_type = self._options.data_type
         bytes_per_number = table.bytes_per_number if data_type is None else DATA_TYPES[data_type]
@@ -282,6 +282,12 @@ class _Coder:
         config = dataclasses.replace(config, data=data, embedding=dataclasses.replace(config.embedding, tables=tables))
         facts = {"name": name, CODES: self._provenance(shapes, kept)}
         converted = write_converted(self._source, config, NewRun(folder, self._dataset, self._manifest, kept, facts))
+        for error in converted.errors:
+            if error.table in shapes and error.compositional_bytes > error.full_bytes:
+                self._say(
+                    f"{error.table}: its codes take {format_bytes(error.compositional_bytes)}, more than the full "
+                    f"table's {format_bytes(error.full_bytes)}; give fewer --bits-per-id for a smaller table."
+                )
         return CodedRun(converted.errors, shapes, kept, converted.without_states)
 
     def _provenance(self, shapes: Mapping[str, CodeShape], kept: Mapping[str, str]) -> dict[str, Any]:
