@@ -23,7 +23,8 @@ from distembed.data.dataset.manifest import CREATED_ELSEWHERE, Manifest, Split
 from distembed.data.dataset.mirror import dataset_folder
 from distembed.data.dataset.row_groups import list_row_groups, require_whole_splits
 from distembed.data.dataset.schema import ITEM, Schema
-from distembed.data.table.vocabulary import reserved_ids
+from distembed.data.table.vocabulary import MISSING_ID, reserved_ids
+from distembed.embedding.settings import EmbeddingConfig
 from distembed.graph.prepare.value_ids import require_same_ids
 from distembed.planning.saved_plan import PlanInputs, SavedPlan, read_saved_plan
 from distembed.sse import SSE
@@ -246,15 +247,31 @@ def require_trainable(config: Config, dataset: str, resume: bool = False) -> Non
     """Makes sure that a config can be trained on its splits; a resumed run is not refused for its metrics.
 
     Raises:
-        UserError: A split is missing or not whole, a label is not valid for the task, or evaluations
-            are to be compared by a metric that the dataset does not define.
+        UserError: A split is missing or not whole, a label is not valid for the task, a truncated table's ids are not
+            numbered by frequency, or evaluations are to be compared by a metric that the dataset does not define.
     """
     splits = config.data.splits()
     require_splits(dataset, splits)
+    _require_frequent_first(config.embedding, Manifest.load(dataset))
     require_labels(config.task, dataset, [name for name in splits.values() if name is not None])
     if config.train.compares_evaluations and not resume:
         assert config.data.validation is not None
         require_defined_headline(config.task, Manifest.load(dataset), config.data.validation)
+
+
+def _require_frequent_first(config: EmbeddingConfig, manifest: Manifest) -> None:
+    """Refuses the partition ``truncated`` of hashed values and of bins, whose ids are in no order of frequency."""
+    for feature in manifest.schema.categorical:
+        settings = config.for_table(feature.name)
+        is_truncated = settings.partition == "truncated" and (
+            settings.force or feature.num_embeddings > settings.threshold
+        )
+        if is_truncated and feature.table is None and reserved_ids(manifest, feature.name) == (MISSING_ID,):
+            raise UserError(
+                f"embedding.tables.{feature.name}: partition is truncated, but the dataset has no vocabulary of "
+                f"{feature.name!r}: its ids are hashes or bins, not numbered by falling frequency. Prepare the feature "
+                "without hash_size, or use quotient_remainder or multi_hash."
+            )
 
 
 def require_splits(dataset: str, splits: Mapping[str, str | None]) -> None:

@@ -1,5 +1,7 @@
 """Truncated: rows of one's own for frequent ids, and vectors of mixed lengths under ``concat``."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.base.errors import UserError
 from distembed.data.dataset.schema import CategoricalFeature
+from distembed.data.prepare import CriteoOptions, prepare_criteo
 from distembed.embedding import (
     CompositionalEmbeddingBagCollection,
     CompositionalEmbeddingBagConfig,
@@ -15,6 +18,9 @@ from distembed.embedding import (
     build_tables,
 )
 from distembed.partitions import KeyedHash, Truncated
+from distembed.training.config import load_config
+from distembed.training.start import require_trainable
+from tests.data import reference
 from tests.embedding.test_settings import read
 
 FEATURES = [CategoricalFeature("C1", 10_000), CategoricalFeature("C2", 500)]
@@ -86,6 +92,19 @@ def test_ids_that_are_not_numbered_by_frequency_are_refused(table: str, field: s
     config = read(f"{{tables: {{{table}}}}}")
     with pytest.raises(UserError, match=f"partition is truncated and {field}, so that ids are not numbered by falling"):
         build_tables(FEATURES, config)
+
+
+def test_a_run_on_ids_that_were_hashed_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "rows.tsv").write_bytes(reference.content(600, 1))
+    prepare_criteo([tmp_path / "rows.tsv"], tmp_path / "hashed", CriteoOptions(hash_size=300))
+    prepare_criteo([tmp_path / "rows.tsv"], tmp_path / "counted", CriteoOptions(min_count=1))
+    truncated = "embedding: {default: {partition: truncated, composition: sum}}"
+    for dataset in ("hashed", "counted"):
+        (tmp_path / dataset / "config.yaml").write_text(f"{truncated}\ndata: {{path: {tmp_path / dataset}}}")
+    require_trainable(load_config(tmp_path / "counted" / "config.yaml"), str(tmp_path / "counted"))
+    message = "embedding.tables.C1: partition is truncated.*no vocabulary of 'C1'.*without hash_size, or use quotient"
+    with pytest.raises(UserError, match=message):
+        require_trainable(load_config(tmp_path / "hashed" / "config.yaml"), str(tmp_path / "hashed"))
 
 
 @pytest.mark.parametrize(
