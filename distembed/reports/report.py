@@ -8,7 +8,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -118,11 +118,35 @@ def write_run_report(
     if twice:
         raise UserError(f"the same run is given more than once: {', '.join(twice)}.")
     require_file("--output", output, overwrite, may_replace_own=True)
-    records = [RunRecord.read(run) for run in runs]
+    records = [_with_sizes(RunRecord.read(run)) for run in runs]
     record_of_run = dict(zip(unique_names(records), records, strict=True))
     summaries = [RunSummary.from_record(record, name) for name, record in record_of_run.items()]
     write_text(output, render_run_report(record_of_run, summaries, baseline), make_folder=True)
     return summaries
+
+
+def _with_sizes(record: RunRecord) -> RunRecord:
+    """Returns a run with the sizes of its tables, from its config and dataset where ``run.json`` lacks them.
+
+    Early versions did not record them; they stay unknown where the dataset is not here or the config is not valid now.
+    """
+    if not math.isnan(record.info.full_embedding_training_bytes):
+        return record
+    from distembed.training.describe import describe
+    from distembed.training.resume import choose_dataset, load_run_config
+
+    try:
+        config = load_run_config(record.path)
+        dataset = choose_dataset(record.path, config, None, needs_rows=False)
+        description = describe(replace(config, data=replace(config.data, path=dataset)))
+    except UserError:
+        return record
+    sizes: dict[str, Any] = {
+        **description.sizes_as_json(),
+        "embedding_rows": description.embedding_rows,
+        "full_embedding_rows": description.full_embedding_rows,
+    }
+    return replace(record, info=replace(record.info, **sizes))
 
 
 def print_comparison(summaries: Sequence[RunSummary], console: "Console", baseline: str | None = None) -> None:

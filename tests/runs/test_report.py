@@ -19,6 +19,7 @@ from distembed.tasks.reported_metrics import CLICK_METRICS, ReportedMetric, pars
 from distembed.training.run_folder.folder import RunFolder
 from distembed.training.run_folder.record import RunRecord, RunSummary
 from tests.html_page import Page
+from tests.small_runs import train_small
 
 
 def make_run(
@@ -260,6 +261,17 @@ def test_runs_of_early_versions_have_no_known_compression(tmp_path: Path) -> Non
     assert "25.0%" not in page.text and "33.3%" not in page.text
     (column,) = (each for each in report_columns([summary]) if each.heading == "compression")
     assert column.text(summary) == "–"
+
+
+def test_the_compression_of_an_early_run_follows_from_its_config_and_dataset(dataset: Path, tmp_path: Path) -> None:
+    run = train_small(tmp_path, dataset, 1)
+    _, (before,) = report(tmp_path, run)
+    assert before.info.full_embedding_training_bytes > before.info.embedding_training_bytes > 0
+    info = json.loads((run / "run.json").read_text())
+    early = {key: value for key, value in info.items() if "_embedding_" not in key and "_training_bytes" not in key}
+    (run / "run.json").write_text(json.dumps(early))
+    _, (after,) = report(tmp_path, run)
+    assert after.info == before.info
 
 
 def settings(page: Page) -> list[list[str]]:
