@@ -24,7 +24,7 @@ from distembed.base.lazy import torch
 from distembed.base.names import STRICT
 from distembed.base.validation import Widths
 from distembed.composition.base import Composition, Distribution, Uniform
-from distembed.partitions.base import require_positive
+from distembed.partitions.base import num_first_half, require_positive
 from distembed.partitions.settings import SchemeSettings
 
 if TYPE_CHECKING:
@@ -109,16 +109,16 @@ class ConcatSum(Composition):
     commutes_with_sum = True
 
     def partition_dims(self, embedding_dim: int, num_partitions: int) -> tuple[int, ...]:
-        parts = _equal_shares(embedding_dim, _num_parts(num_partitions))
+        parts = _equal_shares(embedding_dim, num_first_half(num_partitions))
         return (parts + parts)[:num_partitions]
 
     def columns(self, embedding_dim: int, num_partitions: int) -> tuple[range, ...]:
-        parts = side_by_side(_equal_shares(embedding_dim, _num_parts(num_partitions)))
+        parts = side_by_side(_equal_shares(embedding_dim, num_first_half(num_partitions)))
         return (parts + parts)[:num_partitions]
 
     def compose(self, vectors: Sequence[Float[Tensor, "*batch dim_j"]]) -> Float[Tensor, "*batch dim"]:
         """Returns the sums side by side; also of the partitions of some neighbouring parts alone."""
-        num_parts = _num_parts(len(vectors))
+        num_parts = num_first_half(len(vectors))
         second = vectors[num_parts:]
         sums = [own + other for own, other in zip(vectors, second, strict=False)]
         return torch.cat([*sums, *vectors[len(second) : num_parts]], dim=-1)
@@ -126,10 +126,6 @@ class ConcatSum(Composition):
     def initial_weights(self, variance: float, num_partitions: int, embedding_dim: int) -> tuple[Distribution, ...]:
         is_odd, half = num_partitions % 2, num_partitions // 2
         return (*[Uniform(variance / 2)] * half, *[Uniform(variance)] * is_odd, *[Uniform(variance / 2)] * half)
-
-
-def _num_parts(num_partitions: int) -> int:
-    return -(-num_partitions // 2)
 
 
 def side_by_side(dims: Sequence[int]) -> tuple[range, ...]:

@@ -26,7 +26,7 @@ def id_occurrences(
     dataset: str,
     manifest: Manifest,
     schema: Schema,
-    tables: list[CompositionalEmbeddingConfig],
+    tables: Sequence[CompositionalEmbeddingConfig],
     split: str = TRAIN,
 ) -> dict[str, Tensor]:
     """Returns how often each id occurs in training, by table name, from the counts in a dataset's vocabularies.

@@ -29,6 +29,11 @@ def require_positive(field: str, value: object, remedy: str) -> int:
     return int(value)
 
 
+def num_first_half(num_partitions: int) -> int:
+    """Returns ``ceil(k / 2)``: the stored partitions of ``clustered``, and the parts of ``concat_sum``."""
+    return -(-num_partitions // 2)
+
+
 class Digit(NamedTuple):
     r"""The rule ``min((x \ divisor) mod modulus, last_row)``, of an id x or of its hash."""
 

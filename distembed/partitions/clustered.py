@@ -28,7 +28,7 @@ from jaxtyping import Int64
 
 from distembed.base.errors import UserError
 from distembed.base.lazy import torch
-from distembed.partitions.base import Digit, Partition
+from distembed.partitions.base import Digit, Partition, num_first_half
 from distembed.partitions.hashing import KeyedHash, rows_by_keys
 from distembed.partitions.multi_hash import MultiHash
 from distembed.partitions.packed import PackedRows, packed_bytes
@@ -63,7 +63,7 @@ class Clustered(MultiHash):
             raise UserError(
                 f"clustered has a partition of {max(self.num_rows)} rows; give at most 2^31 by num_buckets or moduli."
             )
-        self.num_stored = -(-len(self.num_rows) // 2)
+        self.num_stored = num_first_half(len(self.num_rows))
         self._copies: dict[torch.device, dict[str, Tensor]] = {}
 
     def unshared(self) -> Self:

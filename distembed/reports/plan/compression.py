@@ -22,17 +22,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from distembed.base.errors import InsufficientMemory, UserError
 from distembed.composition import COMPOSITIONS
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.schema import CategoricalFeature
-from distembed.data.table.vocabulary import FIRST_ID
 from distembed.embedding import EmbeddingConfig, TableConfig, build_tables, table_features
 from distembed.embedding.config import CompositionalEmbeddingConfig
+from distembed.embedding.occurrences import id_occurrences
 from distembed.optim.declared import TableOptimizers
 from distembed.optim.table_storage import replicated_storage, whole_table_storage
 from distembed.partitions.settings import setting_names
@@ -79,7 +77,7 @@ IdCounts = CountedIds | ZipfIds
 
 
 def load_id_counts(config: Config, features: Sequence[CategoricalFeature]) -> dict[str, IdCounts]:
-    """Returns each feature's id counts by feature name: the dataset's vocabulary if it has one, else Zipf's law."""
+    """Returns the occurrences of each feature's ids in training by feature name, or Zipf's law where unknown."""
     counts: dict[str, IdCounts] = {feature.name: ZipfIds(feature.num_embeddings) for feature in features}
     # hashed ids are not sorted by frequency, so the first m ids are not the most frequent ones
     if config.data.path is None or config.embedding.default.hash_seed is not None:
@@ -89,15 +87,11 @@ def load_id_counts(config: Config, features: Sequence[CategoricalFeature]) -> di
     if not manifest.vocabularies:
         return counts
     num_rows = manifest.split(config.data.train).num_rows
+    tables = build_tables(manifest.schema.categorical, config.embedding)
+    occurrences = id_occurrences(dataset, manifest, manifest.schema, tables, config.data.train)
     for feature in features:
-        if feature.name in manifest.vocabularies:
-            file = manifest.require_unchanged(dataset, manifest.vocabularies[feature.name].file)
-            try:
-                counted = pq.read_table(file, columns=["count"])["count"].to_numpy()
-            except (pa.ArrowException, OSError) as error:
-                raise UserError(f"the vocabulary {file} cannot be read: {error}; prepare the dataset again.") from error
-            # the reserved ids come first, and count as much as the most frequent
-            counts[feature.name] = CountedIds(np.concatenate([np.full(FIRST_ID, counted.max(initial=1)), counted]))
+        if feature.name in occurrences:
+            counts[feature.name] = CountedIds(occurrences[feature.name].numpy())
         else:
             # all counts sum to num_rows x ids per row; the sum of 1/i up to n is about log(n) + Euler's constant
             harmonic = math.log(feature.num_embeddings) + np.euler_gamma
