@@ -10,21 +10,22 @@ i of columns, over all ids x with weights w_x, their occurrences in training::
 So the vector of each id becomes its centroid, and training separates the ids of a cluster again where the loss asks for
 it. A row of T_i starts with the weighted mean of its ids' optimizer states, a row of T'_i with states of 0.
 
-Memory holds a block of all full vectors, the rows of all ids as int64, and for k-means a weight, a code and a
-distance of each id.
+Memory holds a block of all full vectors, 8 bytes for each id and partition, and about 60 more for each id.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int32, Int64
+from jaxtyping import Float, Int32
 from torch import Tensor
 
 from distembed.base.errors import UserError
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.partitions import Clustered
 from distembed.partitions.kmeans import k_means
+
+_IDS_AT_ONCE = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -71,32 +72,38 @@ def recluster(
     """
     scheme = table.scheme
     assert isinstance(scheme, Clustered)
-    rows = scheme.rows(torch.arange(table.num_embeddings))
+    num_ids = table.num_embeddings
+    chunks = [slice(start, min(start + _IDS_AT_ONCE, num_ids)) for start in range(0, num_ids, _IDS_AT_ONCE)]
+    rows = torch.cat([scheme.rows(torch.arange(some.start, some.stop)).int() for some in chunks], dim=1)
     num_stored = scheme.num_stored
     codes: list[Tensor] = []
     values: list[dict[str, Tensor]] = []
     for part, own in enumerate(rows[:num_stored]):
-        vectors = weights[part][own].float()
-        if num_stored + part < len(rows):
-            vectors += weights[num_stored + part][rows[num_stored + part]]
+        vectors = torch.empty(num_ids, weights[part].shape[1])
+        for some in chunks:
+            vectors[some] = weights[part][own[some]]
+            if num_stored + part < len(rows):
+                vectors[some] += weights[num_stored + part][rows[num_stored + part][some]]
         on_device = (vectors.to(device), id_weights.to(device))
         clusters = k_means(*on_device, scheme.num_rows[part], seed + part)
-        codes.append(clusters.codes.cpu())
+        codes.append(clusters.codes.int().cpu())
         centroids = torch.zeros_like(weights[part])
         centroids[: len(clusters.centroids)] = clusters.centroids.cpu()
-        means = {name: _means(state[own], codes[part], id_weights, len(state)) for name, state in states[part].items()}
+        means = {name: _means(state, own, codes[part], id_weights) for name, state in states[part].items()}
         values.append({"weight": centroids, **means})
     for part in range(num_stored, len(rows)):
         cleared = {"weight": weights[part], **states[part]}
         values.append({name: torch.zeros_like(value) for name, value in cleared.items()})
-    return Reclustered(torch.stack(codes).int(), values)
+    return Reclustered(torch.stack(codes), values)
 
 
 def _means(
-    values: Float[Tensor, "ids *dim"], codes: Int64[Tensor, " ids"], weights: Float[Tensor, " ids"], num_rows: int
+    values: Float[Tensor, "rows *dim"], rows: Int32[Tensor, " ids"], codes: Int32[Tensor, " ids"], weights: Tensor
 ) -> Float[Tensor, "rows *dim"]:
-    """Returns the weighted mean of the values of each code's ids; 0 for a row without ids."""
-    weights = weights.double()
-    totals = weights.new_zeros(num_rows).index_add_(0, codes, weights.expand(len(codes)))
-    scaled = (weights / totals[codes]).view(-1, *[1] * (values.dim() - 1)) * values.double()
-    return scaled.new_zeros(num_rows, *values.shape[1:]).index_add_(0, codes, scaled).to(values.dtype)
+    """Returns the weighted mean of the values of each code's ids, read from their rows; 0 for a code without ids."""
+    totals, sums = torch.zeros(len(values), dtype=torch.float64), torch.zeros_like(values, dtype=torch.float64)
+    column = (-1, *[1] * (values.dim() - 1))
+    for of_rows, own, scale in zip(*(each.split(_IDS_AT_ONCE) for each in (rows, codes, weights)), strict=True):
+        totals.index_add_(0, own, scale.double())
+        sums.index_add_(0, own, scale.double().view(column) * values[of_rows].double())
+    return torch.where(totals.view(column) > 0, sums / totals.view(column), 0.0).to(values.dtype)

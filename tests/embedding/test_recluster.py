@@ -43,14 +43,24 @@ def apply(table: CompositionalEmbeddingBagConfig, found: Reclustered) -> list[to
     return [values["weight"] for values in found.values]
 
 
-@pytest.mark.parametrize(("composition", "num_partitions"), [("concat_sum", 4), ("concat_sum", 3), ("sum", 2)])
-def test_the_vectors_become_a_minimum_of_k_means(composition: str, num_partitions: int) -> None:
+@pytest.mark.parametrize(
+    ("composition", "num_partitions", "dtype"),
+    [
+        ("concat_sum", 4, torch.float32),
+        ("concat_sum", 3, torch.float32),
+        ("sum", 2, torch.float32),
+        ("concat_sum", 4, torch.float16),
+    ],
+)
+def test_the_vectors_become_a_minimum_of_k_means(composition: str, num_partitions: int, dtype: torch.dtype) -> None:
     table = table_of(composition, num_partitions)
     require_clustered(table)
     weights, states = drawn(table)
+    weights = [weight.to(dtype) for weight in weights]
     counts = torch.from_numpy(np.random.default_rng(0).integers(1, 50, N)).float()
-    before = vectors_of(table, weights)
+    before = vectors_of(table, [weight.double() for weight in weights])
     after_weights = apply(table, recluster(table, weights, states, counts, seed=3))
+    assert all(weight.dtype == dtype for weight in after_weights)
     after = vectors_of(table, after_weights)
     columns = {"concat_sum": [slice(0, 8), slice(8, 12)], "sum": [slice(0, 12)]}[composition]
     for part in columns:
@@ -64,7 +74,8 @@ def test_the_vectors_become_a_minimum_of_k_means(composition: str, num_partition
         distortion = counts.double().numpy() @ ((points - centres) ** 2).sum(1)
         assert distortion == pytest.approx(fitted.inertia_, rel=1e-3)
         nearest = ((points[:, None] - distinct[None]) ** 2).sum(2).argmin(1)
-        np.testing.assert_allclose(centres, distinct[nearest], atol=1e-6)
+        rounding = 1e-6 if dtype == torch.float32 else 2.0**-10 * np.abs(points).max()
+        np.testing.assert_allclose(centres, distinct[nearest], atol=rounding)
 
 
 def test_stored_rows_carry_the_weighted_mean_of_their_ids_states_and_hashed_rows_start_over() -> None:
