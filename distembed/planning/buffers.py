@@ -405,14 +405,19 @@ class Step:
         yield StepBuffers("output gradients", inputs, returned, saved, 0, before_lookups - dense_shards)
         # the lookups' backward passes run from the last to the first: each frees its saved tensors
         still_saved, made, dense_share = saved, before_lookups, dense_shards // max(1, len(lookups))
-        for lookup in reversed(lookups):
-            lookup_bytes = still_saved + lookup.backward_bytes
-            yield StepBuffers("lookup gradients", inputs, pooled_gradients, lookup_bytes, 0, made - dense_share)
-            still_saved -= lookup.saved_bytes
-            made += lookup.gradient_bytes
-            # gradients of pooled vectors, in one tensor, are needed until the first lookup's backward pass
-            waiting = pooled_gradients if len(lookups) > 1 else 0
-            yield StepBuffers("table gradients", inputs, waiting, still_saved + lookup.update_bytes, 0, made)
+        for number, exchange in reversed([*enumerate(exchanges)]):
+            # a replicated table, which awaits no gradients, runs while the earlier exchanges send theirs
+            pending = [] if exchange.is_sent else [earlier for earlier in exchanges[:number] if earlier.is_sent]
+            exchanged = received + sum(earlier.output + earlier.gradient_bytes for earlier in pending)
+            held = exchanged if pending else pooled_gradients
+            for lookup in reversed(exchange.lookups):
+                lookup_bytes = still_saved + lookup.backward_bytes
+                yield StepBuffers("lookup gradients", inputs, held, lookup_bytes, 0, made - dense_share)
+                still_saved -= lookup.saved_bytes
+                made += lookup.gradient_bytes
+                # gradients of pooled vectors, in one tensor, are needed until the first lookup's backward pass
+                waiting = held if len(lookups) > 1 else 0
+                yield StepBuffers("table gradients", inputs, waiting, still_saved + lookup.update_bytes, 0, made)
         updating = totals.largest_replicated * FLOAT_BYTES + totals.widened[rank]
         yield StepBuffers("optimizer", inputs, 0, updating, 0, gradients)
 
