@@ -13,9 +13,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+import yaml
 
 from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import Manifest
+from distembed.data.dataset.schema import CategoricalFeature
 from distembed.serving.convert import StockCheckpoint, code_run, code_search
 from distembed.serving.convert.code_options import CodedRun, CodeOptions
 from distembed.serving.convert.code_run import compress_to_codes
@@ -25,7 +27,9 @@ from distembed.training.config import load_config
 from distembed.training.trained_run import find_trained_run
 from tests.criteo_runs import criteo_run
 from tests.serving.test_recommender_rows import session_datasets, session_run
-from tests.small_runs import call, distembed, train_small, write_dataset
+from tests.small_runs import call, config_values, distembed, train_small, write_dataset
+from tests.training.test_click_models import with_history
+from tests.training.test_multi_label_runs import write_labelled
 from tests.training.test_recommenders import write_config
 
 NAIVE = "embedding.default.partition=naive"
@@ -211,6 +215,46 @@ def test_items_of_recommenders_are_coded(tmp_path: Path, tmp_path_factory: pytes
     assert parity.metric is not None and parity.exported == pytest.approx(parity.trained, abs=1e-5)
     if kind != "ranking":  # so many items have equal scores there that a list of the best is one of many
         assert parity.exported == pytest.approx(found[parity.metric], abs=1e-5)
+
+
+def shared_vocabulary(folder: Path) -> Path:
+    """A config whose feature H, a list, is looked up in the table of C2."""
+    history = CategoricalFeature("H", 400, True, 2.0, table="C2")
+    columns: dict[str, Any] = {"dense_sequences": ("G",), "beside": ("H",), "missing_dense": True}
+    values = config_values(write_dataset(folder / "dataset", change=with_history, more=[history], **columns))
+    values["model"] = {"name": "din", "attention": [8], "deep": [16]}
+    (folder / "config.yaml").write_text(yaml.safe_dump(values))
+    return folder / "config.yaml"
+
+
+def several_labels(folder: Path) -> Path:
+    """A config of three labels with a network each."""
+    values: dict[str, Any] = config_values(write_labelled(folder / "dataset"))
+    values |= {"task": {"name": "multi", "labels": {}}}
+    values["model"] = {"name": "mmoe", "num_experts": 2, "deep": [16], "tower": [8]}
+    (folder / "config.yaml").write_text(yaml.safe_dump(values))
+    return folder / "config.yaml"
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("write", [shared_vocabulary, several_labels])
+def test_models_of_any_kind_predict_by_the_vectors_of_their_codes(
+    write: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    call("train", write(tmp_path), "train.max_steps=3", NAIVE, "--run-dir", tmp_path / "run")
+    coded = compressed(tmp_path / "run", tmp_path / "codes", bits_per_id=4)
+    assert set(coded.shapes) == {"C2", "C3", "M"}  # one table for C2 and H
+    call("convert", tmp_path / "codes", NAIVE, "--output", tmp_path / "full")  # vectors of codes, as full tables
+    tables = {}
+    for name in ("codes", "full"):
+        call("predict", tmp_path / name, "--output", tmp_path / f"{name}.parquet")
+        read = pq.read_table(tmp_path / f"{name}.parquet")
+        predicted = [column for column in read.column_names if column in ("prediction", "click", "stars", "buy")]
+        tables[name] = {column: read[column].to_numpy() for column in predicted}
+    assert len(tables["codes"]) == (3 if write is several_labels else 1)
+    for column, values in tables["codes"].items():
+        np.testing.assert_allclose(values, tables["full"][column], rtol=1e-5, err_msg=column)
+    call("export", tmp_path / "codes", "--output", tmp_path / "model")  # which compares predictions with the run's
 
 
 @pytest.mark.parametrize("fails", [KeyboardInterrupt, UserError("no")])
