@@ -86,7 +86,7 @@ def rows_by_keys(
 ) -> Int64[Tensor, "k *shape"]:
     """Returns :meth:`KeyedHash.ids` of k hashes at once, for moduli of at most 2^31; arguments broadcast.
 
-    Such a modulus needs one further hash (:func:`_rounds`), or none where it divides 2^63, which then changes nothing.
+    A modulus up to 2^31 needs one further hash (:func:`_rounds`). Where it divides 2^63, that hash changes nothing.
     """
     state = mix64(mix64(values ^ before) + after)
     number, again = _shift_right(state, 1), _shift_right(mix64(state), 1)

@@ -13,11 +13,12 @@ point may have to take the nearest that has room. Points that would lose most by
 with the next nearest centroid c', go first. The bound is one of points, not of weights: a single popular id may weigh
 more than all others.
 
-Of more than :data:`MOST_POINTS` points, a sample is clustered, drawn in proportion to the weights. Centroids that the
-sample lacks, whose distinct points may be few, are drawn from all points at once, in proportion to weight times squared
-distance (as in k-means||, Bahmani et al., VLDB 2012). All points take part in one last turn. Own code, as
-scikit-learn's ``KMeans`` is no dependency of the product, runs on no GPU, and takes its random numbers from a state
-that changes between versions.
+Of more than :data:`MOST_POINTS` points, k-means clusters a sample, drawn in proportion to the weights. A sample with
+few distinct points gives too few centroids: the missing ones are drawn from all points at once, in proportion to weight
+times squared distance (as in k-means||, Bahmani et al., VLDB 2012). All points take part in one last turn.
+
+This is own code: scikit-learn's ``KMeans`` runs on no GPU, is no dependency of the product, and draws other random
+numbers in other versions.
 """
 
 from __future__ import annotations

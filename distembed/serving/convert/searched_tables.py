@@ -61,7 +61,7 @@ class SearchedTable:
             several of a feature.
         default: The config's default settings.
         optimizers: The optimizers that train the tables.
-        by_frequency: Whether ids are numbered by falling frequency, as those of a vocabulary.
+        by_frequency: Whether ids are numbered by falling frequency, as ids of a vocabulary are.
     """
 
     feature: CategoricalFeature
