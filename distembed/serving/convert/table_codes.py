@@ -9,7 +9,7 @@ residual     c_1[z_1(x)] + ... + c_m[z_m(x)]           Chen, Guan and Wang, Sens
 ============ ========================================= ================================================
 
 The codes ``z_j`` minimise the distortion ``sum over ids of w_x |v_x - vector of x|^2``, weighted by how often an id
-occurs, by k-means in each part: on the columns of a part, or on what the parts before have left over.
+occurs, by k-means in each part: on the columns of a part, or on the remainders of the parts before it.
 
 Rare ids, whose vectors have hardly been trained, are one point, their weighted mean, so that their codes are equal. The
 distortion includes the squared distances of rare ids from their mean.
@@ -86,19 +86,22 @@ class CodePoints:
         bytes_per_number: int,
     ) -> CodePoints:
         """Returns a point for each id, and one for all ids that are rare."""
-        common = (~is_rare).nonzero().squeeze(1)
-        point_of_id = torch.full((len(is_rare),), len(common))
-        point_of_id[common] = torch.arange(len(common))
+        num_common, has_rare = int((~is_rare).sum()), bool(is_rare.any())
+        point_of_id = (~is_rare).cumsum(0).sub_(1).masked_fill_(is_rare, num_common)
         rare_weights = weights.double() * is_rare
-        vectors, weights = [table[common].float() for table in tables], weights.double()[common]
-        spread = 0.0
-        if bool(is_rare.any()):
-            means = [_mean(full, rare_weights) for full in tables]
-            spread = sum(_spread(full, rare_weights, mean) for full, mean in zip(tables, means, strict=True))
-            vectors = [torch.cat([own, mean]) for own, mean in zip(vectors, means, strict=True)]
-            weights = torch.cat([weights, rare_weights.sum().view(1)])
-        on_device = [own.to(device) for own in vectors]
-        return cls(on_device, weights.to(device), point_of_id, bytes_per_number, spread)
+        point_weights = torch.cat([weights.double()[~is_rare], rare_weights.sum().view(1)[: int(has_rare)]])
+        vectors, spread = list[Tensor](), 0.0
+        for table in tables:
+            own, filled = torch.empty(len(point_weights), table.shape[1]), 0
+            for piece, is_other in zip(table.split(_IDS_AT_ONCE), is_rare.split(_IDS_AT_ONCE), strict=True):
+                kept = piece[~is_other]
+                own[filled : filled + len(kept)] = kept
+                filled += len(kept)
+            if has_rare:
+                own[num_common:] = mean = _mean(table, rare_weights)
+                spread += _spread(table, rare_weights, mean)
+            vectors.append(own.to(device))
+        return cls(vectors, point_weights.to(device), point_of_id, bytes_per_number, spread)
 
     @property
     def dim(self) -> int:
