@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ def write_dataset(
     num_ids: int = 400,
     change: Callable[[str, pa.Table], pa.Table] = lambda split, table: table,
     more: Sequence[CategoricalFeature] = (),
+    sizes: Mapping[str, int] | None = None,
     **schema: Any,
 ) -> Path:
     """Writes two dense features, three single-valued ones and a multi-hot one; labels depend on dense ones and C2.
@@ -40,6 +41,7 @@ def write_dataset(
     Args:
         change: Returns the table of a split as it is written.
         more: Features that it adds.
+        sizes: Numbers of ids of features, in the schema alone.
         schema: Other fields of the schema.
     """
     rng = np.random.default_rng(0)
@@ -58,7 +60,7 @@ def write_dataset(
         }
         (folder / split).mkdir(parents=True)
         pq.write_table(change(split, pa.table(columns)), folder / split / "part-0.parquet", row_group_size=256)
-    sizes = {**SIZES, "C2": num_ids}
+    sizes = {**SIZES, "C2": num_ids, **(sizes or {})}
     features = tuple(CategoricalFeature(n, s, n == "M", 1.5 if n == "M" else 1.0) for n, s in sizes.items())
     described = Schema(**{"label": "label", "dense": ("I1", "I2"), "categorical": (*features, *more), **schema})
     create_manifest(folder, described, {split: [f"{split}/part-0.parquet"] for split in ROWS})

@@ -30,9 +30,10 @@ from distembed.checkpoints.host_copies import host_copies
 from distembed.checkpoints.optimizer_state import named_states
 from distembed.checkpoints.shards import TensorShards
 from distembed.embedding.config import CompositionalEmbeddingConfig, meaning_of_weights
+from distembed.embedding.managed import ManagedIds
 from distembed.embedding.partition_state import HasPartitionState
 from distembed.optim.kinds import OPTIMIZERS
-from distembed.optim.live_state import optimizer_names, parameter_states
+from distembed.optim.live_state import LocalShard, optimizer_names, parameter_states
 
 AVERAGE = "average."
 """Beginning of the names of averaged weights."""
@@ -123,9 +124,31 @@ def tensors_to_save(
 
 
 def live_weights(model: nn.Module) -> dict[str, TensorShards]:
-    """Returns views of this rank's part of all weights, buffers and states of partitions that have elements."""
+    """Returns views of this rank's part of all weights, buffers and states of partitions that have elements.
+
+    Identities of managed ids are called ``TABLE__entries`` and ``TABLE__used``.
+    """
     weights = {name: TensorShards.from_value(value) for name, value in model.state_dict().items()}
+    for path, table in compositional_tables(model):
+        if table.managed is not None:
+            weights |= {f"{path}__{name}": own for name, own in _identities(table.managed).items()}
     return {name: shards for name, shards in weights.items() if shards.size.numel()}
+
+
+def _identities(managed: ManagedIds) -> dict[str, TensorShards]:
+    """Returns views of this rank's identities, by the number of the bucket, as the first of their dimensions."""
+    return {
+        name: TensorShards(
+            (managed.sizes.num_buckets, *state.shape[1:]),
+            state.dtype,
+            [
+                LocalShard((int(bucket), *[0] * (state.dim() - 1)), state[row : row + 1])
+                for row, bucket in enumerate(managed.buckets)
+            ],
+            replicated=managed.world_size == 1,
+        )
+        for name, state in managed.state.items()
+    }
 
 
 def live_states(optimizer: KeyedOptimizer, weights: Mapping[str, TensorShards]) -> dict[str, TensorShards]:

@@ -76,7 +76,7 @@ def table_features(features: Sequence[CategoricalFeature], config: EmbeddingConf
     """Returns a feature for each table of a config, with the table's name and number of ids.
 
     They are the features with tables of their own, and then one for each unified table, whose ids are the ids of its
-    features one after another.
+    features one after another. The ids of a table of managed ids are its slots.
 
     Raises:
         UserError: ``config.tables`` names a feature that does not exist, or a unified table has too many ids.
@@ -100,7 +100,13 @@ def table_features(features: Sequence[CategoricalFeature], config: EmbeddingConf
                 "smaller hash_size."
             )
         unified.append(CategoricalFeature(name, num_ids))
-    return [feature for name, feature in own.items() if config.table_of(name) == name] + unified
+    return [_in_slots(feature, config) for name, feature in own.items() if config.table_of(name) == name] + unified
+
+
+def _in_slots(feature: CategoricalFeature, config: EmbeddingConfig) -> CategoricalFeature:
+    """Returns a feature with managed ids as one of slots, any other as it is."""
+    ids = config.for_table(feature.name).ids
+    return feature if ids is None else dataclasses.replace(feature, num_embeddings=ids.size)
 
 
 def _feature_sizes(name: str, settings: TableConfig, features: Sequence[CategoricalFeature]) -> dict[str, int]:
@@ -152,6 +158,7 @@ def _table(
         id_policy=settings.id_policy,
         pre_hash=None if settings.hash_seed is None else KeyedHash(settings.hash_seed),
         data_type=_DATA_TYPES[settings.data_type],
+        ids=settings.ids,
     )
 
 

@@ -15,12 +15,14 @@ from distembed.base.names import one_of
 from distembed.base.validation import MAX_TABLE_BYTES
 from distembed.composition import COMPOSITIONS, Composition
 from distembed.embedding.initialization import SeededInit
-from distembed.embedding.settings import ID_POLICIES, KERNELS, POOLINGS, IdPolicy, LookupKernel, Pooling
+from distembed.embedding.managed_sizes import ManagedSizes
+from distembed.embedding.settings import ID_POLICIES, KERNELS, POOLINGS, IdPolicy, LookupKernel, ManagedConfig, Pooling
 from distembed.partitions import PARTITIONS, KeyedHash, Partition, Truncated
 from distembed.partitions.base import require_positive
 from distembed.sse import SSE, IdStream
 
 if TYPE_CHECKING:
+    from distembed.embedding.managed import ManagedIds
     from distembed.sse import FeaturePerturbation
 
 DataType = Literal["FP32", "FP16", "BF16"]
@@ -28,6 +30,8 @@ IdDtype = Literal["int64", "int32"]
 _BYTES_PER_PARAMETER: dict[DataType, int] = {"FP32": 4, "FP16": 2, "BF16": 2}
 _BITS_OF_ID: dict[IdDtype, int] = {"int64": 63, "int32": 31}
 _BYTES_PER_FUNCTION_PARAMETER = 4
+_NOT_MANAGED = ("truncated", "explicit", "clustered")
+"""Partition schemes that need ids of a fixed meaning, or numbered by frequency."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,8 @@ class CompositionalEmbeddingConfig:
             rows in another, ``fbgemm`` calls one FBGEMM lookup for each partition, and ``auto`` takes the way that was
             measured to be faster on the kind of device, if it supports the table. Results differ only by the order of
             floating-point sums.
+        ids: How raw ids are given ``num_embeddings`` slots in training (:mod:`distembed.embedding.managed`); the scheme
+            then divides slots. Copies of this config share the slots.
 
     Raises:
         UserError: A name, dtype or id is not allowed, a size is below 1 or too large for any machine, or the partition
@@ -125,6 +131,7 @@ class CompositionalEmbeddingConfig:
     all_scored: bool = False
     kernel: LookupKernel = "auto"
     first_ids: Mapping[str, int] | None = field(default=None, hash=False)
+    ids: "ManagedConfig | ManagedIds | None" = field(default=None, hash=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name or "." in self.name:
@@ -175,6 +182,11 @@ class CompositionalEmbeddingConfig:
         if self.first_ids is not None:
             self._require_first_ids(self.first_ids, where)
             self._resolve("first_ids", dict(self.first_ids))
+        if isinstance(self.ids, ManagedConfig):
+            self._require_manageable(self.ids, where)
+            from distembed.embedding.managed import ManagedIds
+
+            self._resolve("ids", ManagedIds(ManagedSizes(self.name, self.ids)))
         for feature, rule in self._given_rules():
             if feature not in self.feature_names or not isinstance(rule, SSE):
                 raise UserError(
@@ -222,6 +234,38 @@ class CompositionalEmbeddingConfig:
                     f"{where}: oov_id is {self.oov_id}, and feature {feature!r} has {own.num_ids} ids; the id of "
                     "unknown values lies among the ids of every feature: lower it, or correct first_ids."
                 )
+
+    def _require_manageable(self, ids: ManagedConfig, where: str) -> None:
+        """Raises a :class:`UserError` for settings that do not go with managed ids."""
+        if ids.size != self.num_embeddings:
+            raise UserError(
+                f"{where}: ids.size is {ids.size}, and num_embeddings={self.num_embeddings}; make them equal."
+            )
+        given = {
+            "pre_hash": self.pre_hash is not None,
+            "first_ids": self.first_ids is not None,
+            "sse": bool(self._given_rules()),
+            "dense_gradient": self.dense_gradient,
+            "all_scored": self.all_scored,
+            f"id_policy {self.id_policy}": self.id_policy != "error",
+            f"partition {self.scheme.name}": self.scheme.name in _NOT_MANAGED,
+        }
+        for setting in (name for name, is_given in given.items() if is_given):
+            raise UserError(
+                f"{where} has managed ids and {setting}, which do not go together; leave one of the two out. A softmax "
+                "or ranking over all ids, and replaced ids (sse), need ids of a fixed meaning."
+            )
+
+    @property
+    def managed(self) -> "ManagedIds | None":
+        """The slots of raw ids; None for ids that are numbers of the table."""
+        assert not isinstance(self.ids, ManagedConfig)
+        return self.ids
+
+    @property
+    def state_bytes(self) -> int:
+        """The bytes beside the weights that serving keeps: stored rows of ids, and identities of managed ids."""
+        return self.scheme.assignment_bytes + (0 if self.managed is None else self.managed.sizes.saved_bytes)
 
     def ids_of(self, feature: str | None = None) -> FeatureIds:
         """Returns the ids of a feature; all ids of the table for None, and where features have no ids of their own."""
@@ -338,8 +382,8 @@ class CompositionalEmbeddingConfig:
 
     @property
     def memory_bytes(self) -> int:
-        """The bytes of all parameters and of stored rows of ids (``explicit``): what serving keeps, without states."""
-        return sum(part.num_bytes for part in self.partition_tables()) + self.scheme.assignment_bytes
+        """The bytes of all parameters, stored rows of ids and identities: what serving keeps, without states."""
+        return sum(part.num_bytes for part in self.partition_tables()) + self.state_bytes
 
     @property
     def full_bytes(self) -> int:
@@ -401,5 +445,6 @@ def meaning_of_weights(table: CompositionalEmbeddingConfig) -> str:
     parts += [f"pooling {table.pooling}"] if isinstance(table, CompositionalEmbeddingBagConfig) else []
     parts += [f"ids hashed with seed {table.pre_hash.seed}"] if table.pre_hash is not None else []
     firsts = sorted((first, feature) for feature, first in (table.first_ids or {}).items())
+    parts += [table.managed.sizes.description] if table.managed is not None else []
     parts += [f"ids of {feature} from {first}" for first, feature in firsts]
     return "; ".join(parts)

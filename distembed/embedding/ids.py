@@ -13,7 +13,7 @@ All returned ids have one dtype, which the tables' settings decide (``id_dtype``
 own batch, and ids of two types in one all-to-all would make gloo abort, or ranks look up other ids than were sent.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +27,7 @@ from distembed.base.errors import UserError
 from distembed.base.tracing import is_traced, require_in_program
 from distembed.embedding.batches import require_integers, require_whole_batch, with_ids
 from distembed.embedding.config import CompositionalEmbeddingConfig, FeatureIds, common_id_dtype
+from distembed.embedding.managed import ManagedFeatures, ManagedIds
 
 _LARGEST_UNSIGNED = 2**64 - 1
 _SIGN_BIT = 2**63
@@ -39,15 +40,27 @@ class IdMapper:
     On the CPU an id that is refused raises a :class:`UserError` that names table, feature, position and value. On a GPU
     the check runs asynchronously, so as not to stop the stream, and fails as a device-side assertion. Returned ids have
     the widest ``id_dtype`` of the tables.
+
+    Args:
+        tables: The tables.
+        make_managed: Makes the module that gives managed ids their slots, of the identities by feature.
     """
 
-    def __init__(self, tables: Sequence[CompositionalEmbeddingConfig]) -> None:
+    def __init__(
+        self,
+        tables: Sequence[CompositionalEmbeddingConfig],
+        make_managed: Callable[[dict[str, ManagedIds]], ManagedFeatures] = ManagedFeatures,
+    ) -> None:
         self.dtype = common_id_dtype(tables)
+        managed = {name: table.managed for table in tables for name in table.feature_names if table.managed is not None}
+        self._managed = make_managed(managed) if managed else None
         self._table_by_feature = {name: table for table in tables for name in table.feature_names}
         self._layout: _Layout | None = None
 
-    def __call__(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    def __call__(self, features: KeyedJaggedTensor, admits: bool = False) -> KeyedJaggedTensor:
         """Returns the batch with mapped ids; the batch itself where neither an id nor the dtype changes.
+
+        With ``admits``, managed ids are counted and admitted, as in training; if they are sharded, all ranks call it.
 
         Raises a UserError for a damaged batch and, on the CPU, for an id that is refused.
         """
@@ -57,6 +70,9 @@ class IdMapper:
             return features
         if is_traced():
             return self._with_ids(features, self._map_traced(features))
+        if self._managed is not None:
+            features = self._managed(features, admits)
+            values = features.values()
         if values.numel() == 0:  # of any dtype: torch.tensor([]) is of float32
             return self._with_ids(features, values.to(self.dtype))
         layout = self._find_layout(features)
@@ -127,6 +143,8 @@ def map_ids(
     where = f"table {table.name!r}, {where or f'feature {feature!r}'}"
     require_integers(f"{where}: the ids", ids.dtype)
     own = table.ids_of(feature)
+    if table.managed is not None:
+        return table.managed.lookup(ids.long())
     inside = _ids_inside(table, own, ids.long(), where, first_position)
     return inside + own.first if own.first else inside
 

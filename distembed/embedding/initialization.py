@@ -14,7 +14,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 
 from distembed.base.lazy import torch
 from distembed.composition.base import Distribution
@@ -44,6 +44,17 @@ class SeededInit:
         with torch.no_grad():
             self._fill(part, first_row, first_column)
         return part
+
+    def take(self, rows: Int64[Tensor, " rows"], columns: slice, like: Tensor) -> Float[Tensor, "rows columns"]:
+        """Returns the initial values of some rows and columns, of the device and dtype of ``like``."""
+        taken = like.new_empty(len(rows), columns.stop - columns.start)
+        block_rows = max(1, _NUMBERS_PER_BLOCK // self.dim)
+        blocks = rows // block_rows
+        for block in blocks.unique().tolist():
+            start, stop = block * block_rows, min((block + 1) * block_rows, self.num_rows)
+            drawn = self.fill_part(like.new_empty(stop - start, self.dim), start, 0)
+            taken[blocks == block] = drawn[rows[blocks == block] - start][:, columns]
+        return taken
 
     def _fill(self, weight_part: Float[Tensor, "rows columns"], first_row: int, first_column: int) -> None:
         """Draws every block that overlaps the rows; a block that is needed in part is drawn whole, then copied from."""

@@ -66,6 +66,16 @@ class ManagedSizes:
         """The bytes of identities in host memory while training: the saved ones and the hash tables."""
         return self.saved_bytes + self.num_buckets * self.places_per_bucket * _PLACE_BYTES
 
+    def as_json(self) -> dict[str, int]:
+        """Returns the sizes in plain values; ``memory_bytes`` are of training, on all ranks together."""
+        return {
+            "slots": self.num_buckets * self.slots_per_bucket,
+            "candidates": self.num_buckets * self.candidates_per_bucket,
+            "buckets": self.num_buckets,
+            "saved_bytes": self.saved_bytes,
+            "memory_bytes": self.memory_bytes,
+        }
+
     @property
     def description(self) -> str:
         """A line that is equal for two tables whose saved identities give equal slots."""

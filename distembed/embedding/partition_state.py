@@ -21,9 +21,11 @@ class HasPartitionState:
         """Returns the compositional tables, in order."""
 
     def partition_state_changed(self) -> None:
-        """Drops everything that follows from the states of partitions, which were overwritten."""
+        """Drops everything that follows from the states of partitions and from identities, which were overwritten."""
         for table in self.tables():
             table.scheme.state_changed()
+            if table.managed is not None:
+                table.managed.state_changed()
 
     # not torch's hooks: DistributedModelParallel calls these methods of modules that it does not shard
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:

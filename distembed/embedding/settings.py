@@ -142,6 +142,7 @@ class TableConfig(
         hash_seed: The seed of a hash that is applied to every id first; without it ids are not hashed.
         data_type: Type of the numbers of the vectors: ``fp32``, ``fp16`` or ``bf16``. Vectors are composed, and
             optimizers have their states, in float32.
+        ids: How raw ids get slots of the table in training; None for ids that are numbers of the table.
     """
 
     embedding_dim: Width = 16
@@ -152,6 +153,7 @@ class TableConfig(
     hash_seed: int | None = Field(default=None, ge=0, le=2**63 - 1)
     data_type: Literal["fp32", "fp16", "bf16"] = "fp32"
     features: list[str] | None = None
+    ids: ManagedConfig | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles the settings by their values, as a subclass has no name that it could be imported by."""

@@ -109,7 +109,7 @@ class CompositionalTables(HasPartitionState, KnowsTorchRec, Generic[TableT]):
             features.length_per_key()
         if self.training and self.sse.replaces_ids:
             require_forward_pass()
-        return self.sse(self._map_ids(features))
+        return self.sse(self._map_ids(features, admits=self.training))
 
     def embed(self, features: KeyedJaggedTensor, mapped: KeyedJaggedTensor) -> Iterator[EmbeddedFeature[TableT]]:
         """Yields every feature that a table reads, looked up by ``mapped`` ids and composed, in the tables' order.

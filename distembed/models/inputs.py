@@ -138,7 +138,15 @@ class ModelInputs:
         tables = list(self.tables.values()) if features is None else [self.table(name) for name in features]
         if not suffix:
             return tables
-        return [replace(own, name=own.name + suffix, partition=own.scheme.unshared()) for own in tables]
+        return [
+            replace(
+                own,
+                name=own.name + suffix,
+                partition=own.scheme.unshared(),
+                ids=None if own.managed is None else own.managed.sizes.config,
+            )
+            for own in tables
+        ]
 
 
 def _require_own_table(feature: str, table: str) -> None:

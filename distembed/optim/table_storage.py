@@ -72,8 +72,15 @@ def whole_table_storage(table: CompositionalEmbeddingConfig, optimizers: TableOp
 
 
 def assignment_storage(table: CompositionalEmbeddingConfig) -> TableStorage:
-    """Returns the bytes of the stored rows of a table's ids, which a rank has once for all of its parts."""
-    return TableStorage(weights=table.scheme.assignment_bytes)
+    """Returns the bytes of the stored rows of a table's ids, which a rank has once for all of its parts.
+
+    The identities of managed ids count too: ids and scores as weights, hash tables, which training alone has, as
+    states.
+    """
+    if table.managed is None:
+        return TableStorage(weights=table.scheme.assignment_bytes)
+    sizes = table.managed.sizes
+    return TableStorage(weights=table.state_bytes, optimizer_state=sizes.memory_bytes - sizes.saved_bytes)
 
 
 def parameter_storage(shards: Sequence[tuple[int, int]], itemsize: int, optimizer: str, is_fused: bool) -> TableStorage:

@@ -99,7 +99,7 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedParameters, ShardedEmbed
         self._follow_single_ids(features)
         if self._is_weighted and not self.weights_come_later:
             self._require_weights(features.weights_or_none())
-        mapped = self._map_ids(features)  # checks that the batch is whole
+        mapped = self._map_ids(features, admits=self.training)  # checks that the batch is whole
         require_bags_for_rows(mapped)
         bag_features = with_equal_numbers_of_bags(mapped if self._is_weighted else without_weights(mapped))
         ctx.divisor = self._output.divisor(bag_features)

@@ -84,7 +84,7 @@ class ShardedCompositionalEmbeddingCollection(ShardedParameters, ShardedEmbeddin
         self._follow_keys(features.keys(), self._sharding_type_to_sharding.values())
         self._follow_single_ids(features)
         ctx.raw_features = features
-        mapped = with_equal_numbers_of_bags(without_weights(self._map_ids(features)))
+        mapped = with_equal_numbers_of_bags(without_weights(self._map_ids(features, admits=self.training)))
         perturbed = self._perturb_ids(ctx, mapped)
         if not perturbed.stride():  # TorchRec's dists of sequences fail on a batch of no rows: give it one empty row
             lengths = torch.zeros(len(perturbed.keys()), dtype=perturbed.lengths().dtype, device=perturbed.device())

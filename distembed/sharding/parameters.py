@@ -38,6 +38,7 @@ from distembed.optim.replicated import BackwardUpdates, ReplicatedOptimizer, fro
 from distembed.sharding.dists import release_promptly
 from distembed.sharding.groups import lookup_formula
 from distembed.sharding.lookup import CompositionalLookup, sharded_lookups
+from distembed.sharding.managed_ids import ShardedManagedFeatures
 from distembed.sharding.placement import WITHIN_NODES, Placement, place_tables, without_memory
 from distembed.sharding.share import OwnedIds, make_share
 from distembed.sse import FeaturePerturbation
@@ -138,7 +139,10 @@ class ShardedParameters(HasPartitionState, ShardedEmbeddingModule[Any, Any, Any,
                     self._replicated[part.name].requires_grad_(weight.requires_grad)
         self._fused_params: dict[str, Mapping[str, Any]] = {}
         self._updated_in_backward: dict[str, nn.Parameter] = {}
-        self._map_ids = IdMapper(tables)
+        for table in tables:
+            if table.managed is not None:
+                table.managed.place(env.rank, env.world_size)
+        self._map_ids = IdMapper(tables, partial(ShardedManagedFeatures, group=env.process_group))
         self._owned_ids: dict[str, OwnedIds] = {}
         self._input_keys: list[str] | None = None
         self._has_single_ids: bool | None = None

@@ -39,7 +39,9 @@ class DescribedTable:
             firsts = sorted(self.config.first_ids.items(), key=lambda item: item[1])
             ids = [f"{own} + {first:,} of {feature}" for feature, first in firsts]
             return f"{equations}, x = {', '.join(ids)}"
-        return equations if self.config.pre_hash is None else f"{equations}, x = {own}"
+        if self.config.managed is not None:
+            own = "slot(value)"
+        return equations if own == "id" else f"{equations}, x = {own}"
 
     @property
     def composition(self) -> str | None:
@@ -50,7 +52,8 @@ class DescribedTable:
     def is_plain(self) -> bool:
         """Whether ids are rows as they are, without a partition, a hash and ids of other features."""
         config = self.config
-        return config.scheme.name == "naive" and config.pre_hash is None and config.first_ids is None
+        changes_ids = config.pre_hash is not None or config.first_ids is not None or config.managed is not None
+        return config.scheme.name == "naive" and not changes_ids
 
     def as_json(self) -> dict[str, Any]:
         """Returns the table in plain values: ``dims`` are the numbers in a row of each partition.
@@ -58,11 +61,14 @@ class DescribedTable:
         ``bytes`` are of weights and of stored rows of ids, which serving keeps; ``assignment_bytes`` are of these rows
         alone; ``training_bytes`` are with the optimizer's states. ``compression`` is the ratio of training bytes to the
         full fp32 table's, ``serving_compression`` the ratio without states. ``vectors`` is the number of vectors that
-        an id gives. There is a ``data_type`` where it is not fp32, and a unified table has ``first_ids``.
+        an id gives. There is a ``data_type`` where it is not fp32, and a unified table has ``first_ids``. A table of
+        managed ids has ``managed``, with the numbers of slots, candidates and buckets and the bytes of identities,
+        which ``assignment_bytes`` include.
         """
         table = self.config
         more: dict[str, Any] = {} if table.data_type == "FP32" else {"data_type": table.data_type.lower()}
         more |= {} if table.first_ids is None else {"first_ids": dict(table.first_ids)}
+        more |= {} if table.managed is None else {"managed": table.managed.sizes.as_json()}
         return {
             "name": table.name,
             "scheme": table.scheme.name,
@@ -78,7 +84,7 @@ class DescribedTable:
             "hash_seed": None if table.pre_hash is None else table.pre_hash.seed,
             "parameters": table.num_parameters,
             **self.size.as_json(),
-            "assignment_bytes": table.scheme.assignment_bytes,
+            "assignment_bytes": table.state_bytes,
             "complementary": table.scheme.is_complementary(),
             "ids_per_row": table.scheme.ids_per_row,
             "full_because": self.reason_full,

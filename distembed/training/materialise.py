@@ -75,6 +75,12 @@ def materialise_run(
     chosen = {one_of("--table", name, known): known[name] for name in names} or known
     if ids_file is not None and len(chosen) != 1:
         raise UserError(f"--ids holds the ids of one table; name it with --table. Known: {', '.join(known)}.")
+    for name, (table, _) in chosen.items():
+        if table.managed is not None:
+            raise UserError(
+                f"table {name!r} has managed ids, whose vectors are not materialised; distembed.load(RUN).embed gives "
+                "the vectors of raw values." + _others_sentence([o for o, (t, _) in known.items() if t.managed is None])
+            )
     hashing = [name for name, (table, _) in chosen.items() if table.pre_hash is not None]
     if hashing and ids_file is None:
         raise UserError(

@@ -8,7 +8,7 @@ is part of the training state, so that a resumed run stops where it would have s
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Annotated, Any, Literal
@@ -129,13 +129,15 @@ class TrainConfig:
 class DueSteps:
     """The steps after which a run evaluates and saves: at the intervals of ``train``, and after each epoch and the run.
 
-    ``evaluates`` tells whether there is a split to evaluate on while training.
+    ``evaluates`` tells whether there is a split to evaluate on while training; ``evictions`` are the numbers of steps
+    between evictions of tables with managed ids.
     """
 
     train: TrainConfig
     batches_per_epoch: int
     num_steps: int
     evaluates: bool
+    evictions: Collection[int] = ()
 
     def checkpoint(self, step: int) -> bool:
         return self._is_due(step, self.train.checkpoint_every)
@@ -186,7 +188,7 @@ class DueSteps:
         """Returns the step after which something is due next."""
         ends = [self.num_steps, (step // self.batches_per_epoch + 1) * self.batches_per_epoch]
         every = 0 if self.train.recluster is None else self.train.recluster.every
-        intervals = self.train.evaluate_every, self.train.checkpoint_every, every
+        intervals = self.train.evaluate_every, self.train.checkpoint_every, every, *self.evictions
         return min([*ends, *((step // every + 1) * every for every in intervals if every)])
 
     def _is_due(self, step: int, every: int) -> bool:

@@ -37,6 +37,7 @@ from distembed.tasks.seen_items import describe_seen_items
 from distembed.training.build import Blueprint, TrainingState, build_training_state, take_over
 from distembed.training.inference import score_split
 from distembed.training.interruption import Interruption
+from distembed.training.managed_ids import evict_ids, managed_tables
 from distembed.training.metrics_window import (
     CumulativeSums,
     MetricsWindow,
@@ -108,10 +109,13 @@ class Trainer:
             )
         self.num_steps = min(train.epochs * self._reader.batches_per_epoch, train.max_steps or ENDLESS)
         has_validation = config.data.validation is not None
-        self._due = DueSteps(config.train, self._reader.batches_per_epoch, self.num_steps, has_validation)
         blueprint = Blueprint.for_ranks(config, self._reader.schema, ranks, start.sse)
         self.precision = blueprint.precision
         self._state = build_training_state(blueprint, ranks, self._scheduled_steps(), start.plans)
+        managed = managed_tables(self._state.model)
+        evictions = {own.sizes.config.eviction.every for _, _, own in managed}
+        self._due = DueSteps(train, self._reader.batches_per_epoch, self.num_steps, has_validation, evictions)
+        self._has_managed_ids = bool(managed)
         self._state.task.start(blueprint.task_context(self._dataset, ranks))
         if config.train.compares_evaluations:
             require_comparable(self._state.task.headline)
@@ -126,6 +130,7 @@ class Trainer:
         self._id_counts: dict[str, Tensor] | None = None
         self._seconds = 0.0
         self._rows_in_flight = deque[int]()  # of the steps whose batches the pipeline has taken
+        self._stops = False
         self.unreadable: dict[str, str] = {}
         self._window = MetricsWindow()
         self._cumulative = CumulativeSums()
@@ -205,6 +210,8 @@ class Trainer:
                             continue  # the stream has no rows now
                 if self._step == end and self._due.clustering(self._step):
                     self._recluster()
+                if self._step == end and self._has_managed_ids:
+                    evict_ids(state.model, state.optimizers.combined, self._step)
                 if is_interrupted or failure is not None:
                     waits = self._due.evaluation_before_checkpoint(self._step)
                     if self._step:
@@ -271,9 +278,12 @@ class Trainer:
                 self._log()
             self._progress.advance(self._step)
             if stop.requested(self._step):
-                return True
+                # batches in flight have admitted their ids: they are trained before a checkpoint is made
+                self._stops = True
+                if not self._has_managed_ids:
+                    return True
             self._set_learning_rates()
-        return False
+        return self._stops
 
     def _batches(self, count: int) -> Iterator[Batch]:
         """Yields the next ``count`` batches to the pipeline, which reads ahead of its steps.
@@ -281,10 +291,12 @@ class Trainer:
         A batch is in flight from here until its step is done. A checkpoint counts batches in flight as unread.
         """
         self._set_learning_rates()
-        for step, batch in enumerate(islice(iter(self._reader), count), start=self._step):
+        batches, step = islice(iter(self._reader), count), self._step
+        while not self._stops and (batch := next(batches, None)) is not None:
             self._rows_in_flight.append(batch.global_batch_size)
             first_row = self._ranks.rank * batch.global_batch_size // self._ranks.world_size
             yield prepared_batch(self._state.task, batch, BatchPosition(step, first_row), self._ranks.device)
+            step += 1
 
     def _scheduled_steps(self) -> int:
         """Returns the number of steps that learning rates follow: a stream's may be known by its rows."""

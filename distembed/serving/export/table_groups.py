@@ -48,7 +48,11 @@ class ExportStorage:
         ]
         width = table.num_vectors * table.embedding_dim
         full = _stored_bytes(table.num_embeddings, width, self.precision)
-        return {"compositional": sum(parts) + table.scheme.assignment_bytes, "materialised": full}
+        slots = 0 if table.managed is None else 16 * table.num_embeddings  # each raw id and its slot
+        return {
+            "compositional": sum(parts) + table.scheme.assignment_bytes + slots,
+            "materialised": full + slots,
+        }
 
     def form(self, table: CompositionalEmbeddingConfig) -> TableForm:
         """Returns the form in which a table is stored."""
@@ -168,7 +172,8 @@ class StoredTable:
         config, combine = self.config, self.config.combine
         settings = tuple(combine.setting_values().values())
         shape = tuple(weight.shape[1] for weight in self.weights)
-        return type(config.scheme), type(combine), settings, shape, config.pre_hash is not None, config.id_policy
+        ids = config.pre_hash is not None, config.managed is not None, config.id_policy
+        return type(config.scheme), type(combine), settings, shape, *ids
 
 
 def stored_table(table: CompositionalEmbeddingConfig, weights: Sequence[Tensor], form: TableForm) -> StoredTable:
@@ -178,7 +183,7 @@ def stored_table(table: CompositionalEmbeddingConfig, weights: Sequence[Tensor],
     width = table.num_vectors * table.embedding_dim
     # composes all ids within the table as they are; raw ids are hashed or mapped into the table before the lookup, by
     # the settings that `full` keeps
-    plain = replace(table, pre_hash=None, id_policy="error")
+    plain = replace(table, pre_hash=None, ids=None, id_policy="error")
     vectors = torch.empty(table.num_embeddings, width)
     for ids, chunk in composed_chunks(plain, weights, None, _IDS_AT_ONCE):
         vectors[ids] = chunk
@@ -189,9 +194,10 @@ def stored_table(table: CompositionalEmbeddingConfig, weights: Sequence[Tensor],
 class TableGroup(nn.Module):
     """Tables of one :attr:`StoredTable.kind`, whose ids are looked up and composed at once.
 
-    Tables that hash ids hash all of them. Otherwise an id outside of its table is taken modulo, or replaced by the
-    id of unknown values (0 without one), as the tables' settings say. Where training would raise an error, the id is
-    replaced too: a program never reads outside of its weights.
+    Tables that hash ids hash all of them, and managed ids are looked up among the ids that have slots. Otherwise an id
+    outside of its table is taken modulo, or replaced by the id of unknown values (0 without one), as the tables'
+    settings say. Where training would raise an error, the id is replaced too: a program never reads outside of its
+    weights.
     """
 
     def __init__(self, tables: Sequence[StoredTable], precision: Precision) -> None:
@@ -208,6 +214,9 @@ class TableGroup(nn.Module):
         self._first_rows = num_rows.cumsum(1) - num_rows  # [partitions, tables]: where a table's rows begin
         self._combine = first.combine
         self._map = _id_map(first)
+        for config in self._configs:
+            if config.managed is not None:  # sorts the ids here, as a trace cannot
+                config.managed.lookup(torch.zeros(1, dtype=torch.int64))
 
     def forward(
         self, ids: Int64[Tensor, "lines ids"], tables: Sequence[int], features: Sequence[str | None] = (None,)
@@ -248,6 +257,8 @@ _IdMap = Callable[
 
 
 def _id_map(table: CompositionalEmbeddingConfig) -> _IdMap:
+    if table.managed is not None:
+        return _in_slots
     if table.pre_hash is not None:
         return _hashed
     return _modulo if table.id_policy == "modulo" else _known_or_unknown
@@ -261,6 +272,13 @@ def _hashed(
         if table.pre_hash:
             hashes.append(table.pre_hash.ids(line_ids, each.num_ids))
     return torch.stack(hashes)
+
+
+def _in_slots(
+    tables: Sequence[CompositionalEmbeddingConfig], own: Sequence[FeatureIds], ids: Int64[Tensor, "lines ids"]
+) -> Tensor:
+    managed = [table.managed.lookup(line) for table, line in zip(tables, ids, strict=True) if table.managed is not None]
+    return torch.stack(managed)
 
 
 def _modulo(

@@ -1,0 +1,163 @@
+"""Runs with managed ids: equal to a vocabulary and to a dictionary, killed, resumed and resharded."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+import yaml
+
+from distembed.data.reader import BatchOrder, BatchReader
+from distembed.embedding import CompositionalEmbeddingConfig
+from distembed.embedding.settings import ManagedConfig
+from distembed.partitions import QuotientRemainder
+from distembed.serving.convert.stock_checkpoint import StockCheckpoint
+from distembed.training.managed_ids import private_rows
+from tests.embedding.managed_dictionary import DictionaryPolicy, managed_config
+from tests.small_runs import config_values, distembed, losses, metrics, stopped_at, write_dataset
+
+C3: dict[str, Any] = {"size": 102, "admission": {"min_count": 2, "candidates": 400}}
+TABLES = {
+    "C3": {"partition": "naive", "ids": {**C3, "eviction": {"policy": "lru", "every": 7}}},
+    "M": {"ids": {"size": 40, "eviction": {"every": 10}}},
+}
+SETTINGS = [
+    *("train.checkpoint_every=5", "train.keep_checkpoints=9", "train.epochs=2", "train.max_steps=40"),
+    "train.sparse_optimizer={name: row_wise_adagrad, learning_rate: 0.1}",
+]
+
+
+def write_config(folder: Path, dataset: Path, tables: dict[str, Any]) -> Path:
+    values = config_values(dataset)
+    values["embedding"]["tables"] = tables
+    (folder / "config.yaml").write_text(yaml.safe_dump(values))
+    return folder / "config.yaml"
+
+
+def saved(run: Path, step: int = 40) -> dict[str, torch.Tensor]:
+    tensors = StockCheckpoint(run / "checkpoints" / f"step-{step:08}")
+    return {name: tensors[name] for name in tensors if name.startswith(("model.", "optimizer."))}
+
+
+def assert_equal(run: Path, other: Path, only: str = "", tolerance: float = 0.0) -> None:
+    first, second = saved(run), saved(other)
+    names = [name for name in first if only in name]
+    assert names and first.keys() == second.keys()
+    for name in names:
+        torch.testing.assert_close(first[name], second[name], rtol=tolerance, atol=tolerance)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("managed")
+    write_config(folder, write_dataset(folder / "data"), TABLES)
+    distembed("train", folder / "config.yaml", *SETTINGS, "--run-dir", folder / "1")
+    return folder
+
+
+def test_identities_are_a_dictionarys(folder: Path) -> None:
+    expected = DictionaryPolicy(managed_config(102, "lru", min_count=2, candidates=400, every=7))
+    reader = BatchReader(str(folder / "data"), "train", BatchOrder(64, seed=0), prefetch_batches=0)
+    for step, batch in enumerate((batch for _ in range(2) for batch in reader), start=1):
+        if step > 40:
+            break
+        expected.batch(batch["sparse_features"]["C3"].values().tolist())
+        if step % 7 == 0:
+            expected.evict()
+    known = {id: own for id, own in expected.buckets[0].seen.items() if own.slot is not None}
+    entries = saved(folder / "1")["model.model.embeddings.C3__entries"][0, :100]
+    assert {int(id): slot + 2 for slot, (id, _) in enumerate(entries)} == {id: own.slot for id, own in known.items()}
+    assert expected.evicted > 50
+    assert int(saved(folder / "1")["model.model.embeddings.C3__used"][0, 3]) == expected.evicted
+
+
+@pytest.mark.distributed
+@pytest.mark.thorough
+@pytest.mark.parametrize("ranks, resumed_on", [(2, 1), (4, 2), (1, 2)])
+def test_resharded_and_resumed_runs_equal_undisturbed_ones(
+    folder: Path, tmp_path: Path, ranks: int, resumed_on: int
+) -> None:
+    config = folder / "config.yaml"
+    layout = [] if ranks == 4 else ["plan.sharding_types=[row_wise]"]
+    distembed("train", config, *SETTINGS, *layout, "--run-dir", tmp_path / "whole", ranks=ranks)
+    assert_equal(tmp_path / "whole", folder / "1", "__entries")
+    assert_equal(tmp_path / "whole", folder / "1", "__used")
+    assert_equal(tmp_path / "whole", folder / "1", tolerance=1e-4)
+    assert losses(tmp_path / "whole") == pytest.approx(losses(folder / "1"), rel=1e-4)
+    for others in {ranks, resumed_on}:
+        run = stopped_at(25, tmp_path / "whole", tmp_path / f"resumed-{others}")
+        distembed("train", config, *SETTINGS, *layout, "--resume", "--run-dir", run, ranks=others)
+        assert_equal(run, tmp_path / "whole", "__entries")
+        # the sum of four gradients depends on their order, which another all-reduce may change
+        assert_equal(run, tmp_path / "whole", tolerance=0.0 if others == ranks < 4 else 1e-4)
+
+
+def test_with_room_for_all_ids_managed_ids_equal_a_vocabulary(folder: Path, tmp_path: Path) -> None:
+    size = 1002
+    config = write_config(tmp_path, folder / "data", {"C3": {"ids": {"size": size}}})
+    distembed("train", config, *SETTINGS, "--run-dir", tmp_path / "managed")
+    entries = saved(tmp_path / "managed")["model.model.embeddings.C3__entries"][0, :1000]
+    slots = {int(id): slot + 2 for slot, (id, value) in enumerate(entries) if value} | {0: 0}
+
+    def numbered(_: str, table: pa.Table) -> pa.Table:
+        ids = pa.array([slots.get(id, 1) for id in table["C3"].to_pylist()], pa.int32())
+        return table.set_column(table.column_names.index("C3"), "C3", ids)
+
+    data = write_dataset(tmp_path / "vocabulary", change=numbered, sizes={"C3": size})
+    config = write_config(tmp_path, data, {})
+    distembed("train", config, *SETTINGS, "--run-dir", tmp_path / "plain")
+    assert losses(tmp_path / "managed") == losses(tmp_path / "plain")
+    assert [line["logloss"] for line in metrics(tmp_path / "managed", "eval")] == [
+        line["logloss"] for line in metrics(tmp_path / "plain", "eval")
+    ]
+
+
+@pytest.mark.parametrize("reset", [True, False])
+def test_private_rows_of_evicted_ids_start_again(folder: Path, tmp_path: Path, reset: bool) -> None:
+    ids = {**C3, "eviction": {"policy": "lru", "every": 7, "reset": reset}}
+    tables = {"C3": {"partition": "naive", "ids": ids}}
+    config = write_config(tmp_path, folder / "data", tables)
+    settings = ["train.checkpoint_every=1", "train.keep_checkpoints=99", "train.max_steps=14", *SETTINGS[-1:]]
+    distembed("train", config, *settings, "--run-dir", tmp_path / "run")
+    before, after = saved(tmp_path / "run", 13), saved(tmp_path / "run", 14)
+    name = "model.model.embeddings.embedding_bags.C3__p0.weight"
+    ids_before, ids_after = (own["model.model.embeddings.C3__entries"][0, :100, 0] for own in (before, after))
+    changed = (ids_before != ids_after).nonzero().flatten() + 2
+    assert len(changed)
+    states = after[next(key for key in after if key.startswith("optimizer.") and "C3__p0" in key)].flatten()
+    started_again = states[changed] == 0
+    assert bool(started_again.all()) == reset
+    first = torch.empty_like(after[name])
+    CompositionalEmbeddingConfig("C3", 102, 8, ["C3"]).partition_tables()[0].init(first)
+    assert torch.equal(after[name][changed], first[changed]) == reset
+
+
+@pytest.mark.thorough
+def test_described_exported_and_predicted(folder: Path, tmp_path: Path) -> None:
+    described = json.loads(distembed("describe", folder / "config.yaml", "--json").stdout)
+    table = next(table for table in described["tables"] if table["name"] == "C3")
+    assert table["assignment_bytes"] == 16 * (100 + 400) + 4 * 8 == table["bytes"] - 102 * 8 * 4
+    assert table["managed"]["memory_bytes"] == table["assignment_bytes"] + 4 * 1024
+    # an export appears only if its scores are the trained model's
+    distembed("export", folder / "1", "--output", tmp_path / "model")
+    manifest = json.loads((tmp_path / "model" / "manifest.json").read_text())
+    assert manifest["parity"]["largest_difference"] < 1e-6
+    assert "managed ids" in distembed("materialise", folder / "1", "--output", tmp_path / "vectors", code=2).stderr
+
+
+def test_rows_that_slots_share_are_not_private() -> None:
+    table = CompositionalEmbeddingConfig("t", 102, 8, ["t"], QuotientRemainder(102, collisions=4))
+    rows = np.stack([table.scheme.rows(torch.tensor([slot])).flatten().numpy() for slot in range(102)], axis=1)
+    for own, private in zip(rows, private_rows(table), strict=True):
+        assert private.tolist() == [int((own == row).sum()) == 1 for row in range(len(private))]
+
+
+@pytest.mark.parametrize(
+    "settings", [{"partition": "truncated"}, {"id_policy": "modulo"}, {"oov_id": 1, "all_scored": True}]
+)
+def test_settings_that_do_not_go_with_managed_ids_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="managed ids and"):
+        CompositionalEmbeddingConfig("t", 102, 8, ["t"], ids=ManagedConfig(102), **settings)
