@@ -33,6 +33,7 @@ from distembed.data.prepare import prepare_criteo
 from distembed.data.reader import BatchOrder, BatchReader
 from distembed.graph.prepare import GraphOptions, NodeIds, prepare_graph
 from distembed.partitions import Explicit
+from tests.canary import Canary
 from tests.data import reference
 from tests.data.small_dataset import SCHEMA, make_dataset, open_reader, rows_of
 
@@ -273,16 +274,6 @@ def test_links_that_the_user_made_are_followed(tmp_path: Path) -> None:
         assert [file.path for file in manifest.splits["all"].files] == ["part0.parquet", "part1.parquet"]
         assert [rows_of(batch) for batch in open_reader(folder)] == [rows_of(batch) for batch in open_reader(made)]
         assert verify_dataset(folder).problems == []
-
-
-class Canary:
-    """Makes a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.path,)
 
 
 def test_nothing_of_a_foreign_parquet_file_is_executed(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from distembed.base.errors import RunError, UserError
 from distembed.serving.export.programs import BATCH, ProgramInputs, save_program
 from distembed.serving.model_folder.program_check import require_plain_program
 from distembed.serving.model_folder.programs import load_program
+from tests.canary import Canary
 from tests.versions import PROGRAMS_HOLD_OPAQUE_CONSTANTS
 
 MODEL = "models/model.json"
@@ -25,16 +26,6 @@ WEIGHTS = "data/weights/model_weights_config.json"
 CONSTANTS = "data/constants/model_constants_config.json"
 SAMPLE_INPUTS = "data/sample_inputs/model.pt"
 Records = dict[str, bytes]
-
-
-class Touch:
-    """Makes a file where it is unpickled."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self._file,)
 
 
 class Doubled(nn.Module):
@@ -73,22 +64,22 @@ def expression(canary: Path) -> str:
 
 
 def sample_inputs(records: Records, canary: Path) -> None:
-    records[SAMPLE_INPUTS] = torch_pickle(((Touch(canary),), {}))
+    records[SAMPLE_INPUTS] = torch_pickle(((Canary(canary),), {}))
 
 
 def weight(records: Records, canary: Path) -> None:
     edited(records, WEIGHTS, lambda config: config["config"]["weight"].update(use_pickle=True))
-    records["data/weights/weight_0"] = torch_pickle(Touch(canary))
+    records["data/weights/weight_0"] = torch_pickle(Canary(canary))
 
 
 def weights_as_before(records: Records, canary: Path) -> None:
-    records["data/weights/model.pt"] = torch_pickle({"weight": Touch(canary)})
+    records["data/weights/model.pt"] = torch_pickle({"weight": Canary(canary)})
 
 
 def opaque_constant(records: Records, canary: Path) -> None:
     payload = {"path_name": "opaque_obj_0", "is_param": False, "use_pickle": True, "tensor_meta": None}
     edited(records, CONSTANTS, lambda config: config["config"].update(it=payload))
-    records["data/constants/opaque_obj_0"] = pickle.dumps(Touch(canary))
+    records["data/constants/opaque_obj_0"] = pickle.dumps(Canary(canary))
 
 
 def evaluated_size(records: Records, canary: Path) -> None:
@@ -110,7 +101,7 @@ def earlier_format(records: Records, canary: Path) -> None:
     records["version"] = b"8.0"
     records["serialized_exported_program.json"] = model
     for name in ("state_dict", "constants", "example_inputs"):
-        records[f"serialized_{name}.pt"] = torch_pickle({"": Touch(canary)})
+        records[f"serialized_{name}.pt"] = torch_pickle({"": Canary(canary)})
 
 
 RUN_CODE = [sample_inputs, weight, weights_as_before, opaque_constant, evaluated_size, guard, earlier_format]

@@ -115,7 +115,7 @@ def test_texts_become_ids_by_a_vocabulary_of_texts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("column", "value"),
-    zip(["source", "target"] * 4, ["", "x", "-1", "1.5", "1e3", " 2", "0x1", "99999999999999999999"], strict=True),
+    list(zip(["source", "target"] * 4, ["", "x", "-1", "1.5", "1e3", " 2", "0x1", "9" * 20], strict=True)),
 )
 def test_what_is_no_id_is_an_error_with_its_place(tmp_path: Path, column: str, value: str) -> None:
     columns = {"source": ["1"] * 9, "target": ["2"] * 9}

@@ -17,19 +17,13 @@ import pytest
 import torch
 import yaml
 
+from tests.canary import Canary
 from tests.robustness.commands import Commands, Workspace, made_workspace
 from tests.small_runs import config_values, write_dataset
 
 CANARY = Path("canary")
 CHECKPOINT = "run/checkpoints/step-00000003"
 WITH_GRAPH = "'sse.tables={C2: {p0: 0.1, rho: 2, graph: graph}}'"
-
-
-class Evil:
-    """Touches the canary when it is unpickled."""
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (CANARY,)
 
 
 def saved_by_torch(value: Any) -> bytes:
@@ -40,15 +34,15 @@ def saved_by_torch(value: Any) -> bytes:
 
 def saved_by_numpy(save: Callable[..., None]) -> bytes:
     file = io.BytesIO()
-    save(file, np.array([Evil()], dtype=object), allow_pickle=True)
+    save(file, np.array([Canary(CANARY)], dtype=object), allow_pickle=True)
     return file.getvalue()
 
 
 TAG = "!!python/object/apply:os.system ['touch canary']"
 CONTENTS: dict[str, Callable[[], bytes]] = {
-    "pickle": lambda: pickle.dumps(Evil()),
-    "pickle in text": lambda: pickle.dumps(Evil(), protocol=0),
-    "torch": lambda: saved_by_torch(Evil()),
+    "pickle": lambda: pickle.dumps(Canary(CANARY)),
+    "pickle in text": lambda: pickle.dumps(Canary(CANARY), protocol=0),
+    "torch": lambda: saved_by_torch(Canary(CANARY)),
     "npy": lambda: saved_by_numpy(np.save),
     "npz": lambda: saved_by_numpy(np.savez),
     "tag": lambda: f"train: {{seed: {TAG}}}\n".encode(),
