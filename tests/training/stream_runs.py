@@ -100,7 +100,7 @@ def last_numbers(run: Path) -> dict[str, torch.Tensor]:
 
 
 def require_equal(run: Path, other: Path) -> None:
-    """That two runs have equal weights, and logged equal metrics after equal steps."""
+    """That two runs have equal weights and optimizer states, to the bit."""
     numbers, others = last_numbers(run), last_numbers(other)
     assert numbers.keys() == others.keys()
     differing = [name for name, value in numbers.items() if not torch.equal(value, others[name])]

@@ -2,7 +2,7 @@
 
 ::
 
-    source.py     what a source is: pieces that are complete, each read as often as needed
+    source.py     the interface of a source: pieces that are complete, each read as often as needed
     folder.py     files in a folder, or at a URL
     kafka.py      offsets of a topic's partitions
     journal.py    the order in which a run reads pieces, kept in the run's folder

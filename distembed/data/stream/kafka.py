@@ -2,7 +2,7 @@
 
 A piece is a range of offsets of a partition::
 
-    partition 0    [0, 65536)        [65536, 70000)      a round takes what each partition has, in order,
+    partition 0    [0, 65536)        [65536, 70000)      a round takes the new messages of each partition,
     partition 1    [0, 65536)        [65536, 65540)      at most 65,536 messages of it
     pieces         p0  p1            p0  p1
 

@@ -40,7 +40,7 @@ class Position:
         row: Number of well-formed rows of that piece that are used.
         rows: Number of rows that are used of the whole stream.
         before: Counts of the pieces before it.
-        counts: Counts of everything that was read for the rows until here: ``rejected_rows``, ``late_rows`` and
+        counts: Counts of all pieces read for the rows until here: ``rejected_rows``, ``late_rows`` and
             ``bad_files``.
     """
 
@@ -203,7 +203,7 @@ class StreamRows:
             self._notes.append(f"late: {place} came after files of later names; its {num_lines} rows are read now")
 
     def _require_few(self, counts: Counter[str]) -> None:
-        """Refuses more malformed rows than ``max_rejected`` of those read, once a thousand are read."""
+        """Refuses more malformed rows than the share ``max_rejected``, once a thousand rows are read."""
         most, rejected = self._config.max_rejected, counts["rejected_rows"]
         read = rejected + self._num_used + self._num_waiting
         if most is not None and read >= 1000 and rejected > most * read:
