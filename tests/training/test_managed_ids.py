@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
@@ -18,6 +19,7 @@ from distembed.serving.convert.stock_checkpoint import StockCheckpoint
 from distembed.training.managed_ids import private_rows
 from tests.embedding.managed_dictionary import DictionaryPolicy, managed_config
 from tests.small_runs import config_values, distembed, losses, metrics, stopped_at, write_dataset
+from tests.training.test_raw_ids import SCHEMA, write_rows
 
 C3: dict[str, Any] = {"size": 102, "admission": {"min_count": 2, "candidates": 400}}
 TABLES = {
@@ -161,3 +163,20 @@ def test_rows_that_slots_share_are_not_private() -> None:
 def test_settings_that_do_not_go_with_managed_ids_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="managed ids and"):
         CompositionalEmbeddingConfig("t", 102, 8, ["t"], ids=ManagedConfig(102), **settings)
+
+
+@pytest.mark.thorough
+def test_raw_values_are_mapped_alike_in_splits_rows_and_exports(tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.parquet")
+    (tmp_path / "schema.yaml").write_text(yaml.safe_dump(SCHEMA))
+    rows, schema, dataset = (tmp_path / name for name in ("rows.parquet", "schema.yaml", "dataset"))
+    distembed("prepare", "table", rows, "--schema", schema, "--output", dataset)
+    tables = {"user": {"ids": {"size": 30, "eviction": {"every": 9}}}, "pages": {"ids": {"size": 60}}}
+    config = write_config(tmp_path, dataset, tables)
+    distembed("train", config, "train.epochs=4", *SETTINGS[-1:], "--run-dir", tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "evaluation.json").read_text())["auc"] > 0.8  # 28 slots for 40 users
+    distembed("predict", tmp_path / "run", "--output", tmp_path / "split.parquet")
+    distembed("predict", tmp_path / "run", "--input", rows, "--output", tmp_path / "raw.parquet")
+    split, raw = (pq.read_table(tmp_path / f"{name}.parquet")["prediction"].to_numpy() for name in ("split", "raw"))
+    np.testing.assert_allclose(raw[-len(split) :], split, atol=1e-6)
+    distembed("export", tmp_path / "run", "--output", tmp_path / "model")  # refused if its scores differ
