@@ -86,7 +86,7 @@ class ManagedIds:
         return {"entries": entries, "used": torch.zeros(len(self.buckets), 4, dtype=torch.int64)}
 
     def state_changed(self) -> None:
-        """Forgets what was computed from the state, after it was overwritten; or from the placement."""
+        """Drops the copies that were computed from the state or the placement, after either has changed."""
         self._copies.clear()
         for name in ("_places", "_rows", *(("owners", "buckets") if "state" not in self.__dict__ else ())):
             self.__dict__.pop(name, None)

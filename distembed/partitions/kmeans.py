@@ -1,6 +1,6 @@
 """Weighted k-means: few centroids near many points (Lloyd, "Least squares quantization in PCM", 1982).
 
-It lowers the distortion ``sum over points x of w_x |x - c(x)|^2`` by two steps in turn, neither of which can raise it::
+It lowers the distortion ``sum over points x of w_x |x - c(x)|^2`` by two steps in turn; no step can raise it::
 
     assign   each point to its nearest centroid
     move     each centroid to the weighted mean of its points; one without points to the point that adds most

@@ -26,7 +26,7 @@ Cutoffs = Annotated[list[Count], Field(min_length=1), AfterValidator(_rising)]
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class RecommendingConfig:
-    """What the sections of tasks that rank items have in common.
+    """The settings that all sections of tasks that rank items share.
 
     Attributes:
         kinds: Kinds of metrics that the task reports.

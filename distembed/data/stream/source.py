@@ -11,7 +11,7 @@ from distembed.data.table.blocks import ParsedBlock
 from distembed.data.table.schema import TableSchema
 
 Piece = Mapping[str, Any]
-"""A part of a source that is complete and never changes, such as a file, in values for JSON."""
+"""A part of a source that is complete and never changes (a file, a range of messages), in values for JSON."""
 
 KAFKA = "kafka://"
 
