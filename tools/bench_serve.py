@@ -7,10 +7,12 @@ request at a time. Both servers run at once and take turns. The clients are a se
 
     python tools/bench_serve.py criteo_kaggle_110k.tsv.gz --output bench_serve.json
     python tools/bench_serve.py criteo_kaggle_110k.tsv.gz --soak 10000    # also 50 clients, 1% of requests malformed
+    python tools/bench_serve.py criteo_kaggle_110k.tsv.gz --deltas 50 --rounds 0    # 50 deltas under 200 requests/s
 """
 
 import json
 import os
+import shutil
 import socket
 import statistics
 import subprocess
@@ -130,6 +132,55 @@ def soak(port: int, pid: int, rows: Path, requests: int, clients: int) -> dict[s
     return {**found, **memory, "growth_mib": (after - before) / mib}
 
 
+def export_versions(folder: Path, num_deltas: int, rows: Path) -> None:
+    """Trains a run with a checkpoint every two steps, exports the first one whole and the others as deltas.
+
+    The file of rows then has a list of each row's scores, one by each version's checkpoint.
+    """
+    import distembed
+    from distembed.serving.export.export_delta import export_delta
+    from distembed.serving.export.export_run import ExportOptions, export_run
+    from distembed.training.trained_run import find_trained_run
+
+    run, kept = folder / "versions_run", num_deltas + 1
+    settings = [f"train.max_steps={2 * kept}", "train.checkpoint_every=2", f"train.keep_checkpoints={kept}"]
+    config = folder / "config.yaml"
+    run_distembed("train", config, f"data.path={folder / 'dataset'}", *settings, "--run-dir", run)
+    lines = [json.loads(line) for line in rows.read_text().splitlines()]
+    scores = []
+    for number in range(1, kept + 1):
+        trained, output = find_trained_run(run, None, checkpoint=str(2 * number)), folder / "made" / f"{number:04d}"
+        if number == 1:
+            export_run(trained, output, ExportOptions())
+        else:
+            export_delta(trained, output, folder / "made" / f"{number - 1:04d}")
+        scores.append(distembed.load(run, checkpoint=2 * number).predict([line["row"] for line in lines]).tolist())
+    by_row = zip(lines, zip(*scores, strict=True), strict=True)
+    rows.write_text("".join(json.dumps({**line, "score": list(each)}) + "\n" for line, each in by_row))
+
+
+def take_deltas(port: int, pid: int, rows: Path, folder: Path, num_deltas: int, seconds: float) -> dict[str, Any]:
+    """Publishes a delta every ``seconds`` under 200 requests/s; returns the clients' results and server's memory."""
+    options = ["--clients", "20", "--rate", "200"]
+    load(port, rows, *options, "--seconds", "5")
+    samples: list[int] = []
+
+    def publish() -> None:
+        for number in range(2, num_deltas + 2):
+            shutil.copytree(folder / "made" / f"{number:04d}", folder / "published" / f".{number}")
+            (folder / "published" / f".{number}").rename(folder / "published" / f"{number:04d}")
+            samples.append(memory_bytes(pid))
+            time.sleep(seconds)
+
+    thread = threading.Thread(target=publish)
+    thread.start()
+    found = load(port, rows, *options, "--seconds", str(num_deltas * seconds + 5))
+    thread.join()
+    samples.append(memory_bytes(pid))
+    mib = 1 << 20
+    return {**found, "before_mib": samples[0] / mib, "after_mib": samples[-1] / mib, "most_mib": max(samples) / mib}
+
+
 def compare(servers: dict[str, tuple[int, int]], rows: Path, rounds: int, seconds: float) -> dict[str, Any]:
     """Returns the medians of each measure by server, given the servers' ports and processes; they take turns."""
     found: dict[str, Any] = {}
@@ -164,6 +215,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=3.0, help="seconds of one server's turn")
     parser.add_argument("--soak", type=int, default=0, help="requests of the soak test; 0 for none")
+    parser.add_argument("--deltas", type=int, default=0, help="deltas that a server takes under load; 0 for none")
     parser.add_argument("--clients", type=int, default=50, help="clients of the soak test")
     parser.add_argument("--rows", type=int, default=4096, help="rows that requests are drawn from")
     parser.add_argument("--serve", default="", help="options of distembed serve, for example '--threads 2'")
@@ -184,6 +236,13 @@ def main() -> None:
                     found["compared"] = compare(servers, rows, arguments.rounds, arguments.seconds)
             if arguments.soak:
                 found["soak"] = soak(own, pid, rows, arguments.soak, arguments.clients)
+        if arguments.deltas:
+            export_versions(folder, arguments.deltas, rows)
+            published = folder / "published"
+            published.mkdir()
+            served = ["-m", "distembed", "serve", folder / "made" / "0001", "--deltas", published, *options]
+            with started(own, *served) as pid:
+                found["deltas"] = take_deltas(own, pid, rows, folder, arguments.deltas, 1.2)
     text = json.dumps(found, indent=2)
     print(text)
     if arguments.output:

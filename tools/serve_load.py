@@ -6,6 +6,9 @@ instead of a text, or all rows lack a column. The answer then has to be 422 and 
 the standard library, so that it starts quickly and takes little time from the server::
 
     python tools/serve_load.py 8000 rows.jsonl --clients 50 --requests 10000 --malformed 0.01 --number I1 --text C3
+
+For a server that takes new versions of its model, ``score`` is a list with the scores of version 1, 2 and so on. An
+answer is compared with the score of the version that it names.
 """
 
 import argparse
@@ -26,7 +29,11 @@ class Known:
 
     row: dict[str, Any]
     text: str
-    score: float
+    score: float | list[float]
+
+    def expected(self, version: int) -> float:
+        """Returns the score of a version, from 1 on."""
+        return self.score[version - 1] if isinstance(self.score, list) else self.score
 
 
 @dataclass
@@ -36,6 +43,7 @@ class Found:
     seconds: list[float] = field(default_factory=list)
     rows: int = 0
     statuses: Counter[int] = field(default_factory=Counter)
+    versions: Counter[int] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
 
 
@@ -49,18 +57,23 @@ class Client:
     async def work(self, requests: int, until: float) -> None:
         """Sends requests one after another, until a number of requests or a time."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self._arguments.port)
+        pause = self._arguments.clients / self._arguments.rate if self._arguments.rate else 0.0
+        due = time.perf_counter() + self._draw.random() * pause
         while requests and time.perf_counter() < until:
             requests -= 1
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+            due += pause
             rows = self._draw.choices(self._known, k=self._arguments.rows or self._draw.randint(1, 8))
             fault = self._draw.random() < self._arguments.malformed and self._fault(rows)
             body = (fault[0] if fault else "{" + f'"rows":[{",".join(each.text for each in rows)}]' + "}").encode()
             began = time.perf_counter()
             head = f"POST /predict HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
             writer.write(head.encode() + b"\r\n\r\n" + body)
-            status, answer = await _answer(reader)
+            status, version, answer = await _answer(reader)
             self._found.seconds.append(time.perf_counter() - began)
             self._found.statuses[status] += 1
-            self._judge(rows, fault[1] if fault else None, status, answer)
+            self._found.versions[version] += 1
+            self._judge(rows, fault[1] if fault else None, status, version, answer)
         writer.close()
 
     def _fault(self, rows: list[Known]) -> tuple[str, str]:
@@ -78,7 +91,7 @@ class Client:
                 del row[column]
         return json.dumps({"rows": values}), column
 
-    def _judge(self, rows: list[Known], column: str | None, status: int, answer: bytes) -> None:
+    def _judge(self, rows: list[Known], column: str | None, status: int, version: int, answer: bytes) -> None:
         if column is not None:
             if status != 422 or column.encode() not in answer:
                 self._found.wrong.append(f"status {status} for a bad {column}: {answer[:200]!r}")
@@ -88,15 +101,17 @@ class Client:
             return
         scores = json.loads(answer)[self._arguments.score]
         self._found.rows += len(rows)
-        differences = [abs(score - each.score) for score, each in zip(scores, rows, strict=True)]
+        differences = [abs(score - each.expected(version)) for score, each in zip(scores, rows, strict=True)]
         if max(differences) > self._arguments.tolerance:
             self._found.wrong.append(f"a score differs by {max(differences):g}")
 
 
-async def _answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
+async def _answer(reader: asyncio.StreamReader) -> tuple[int, int, bytes]:
+    """Returns the status, the number of the version (1 where none is named), and the body."""
     head = await reader.readuntil(b"\r\n\r\n")
     length = head.lower().partition(b"content-length:")[2].partition(b"\r\n")[0]
-    return int(head.split(b" ", 2)[1]), await reader.readexactly(int(length))
+    version = head.lower().partition(b"distembed-version:")[2].partition(b"-")[0].strip()
+    return int(head.split(b" ", 2)[1]), int(version or b"1"), await reader.readexactly(int(length))
 
 
 async def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -119,7 +134,9 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "rows_per_second": found.rows / seconds,
         "p50_ms": quantiles[49] * 1e3,
         "p99_ms": quantiles[98] * 1e3,
+        "most_ms": max(found.seconds, default=0.0) * 1e3,
         "statuses": dict(found.statuses),
+        "versions": len(found.versions),
         "wrong": len(found.wrong),
         "first_wrong": found.wrong[:5],
         "own_cpu_seconds": time.process_time(),
@@ -134,6 +151,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=1)
     parser.add_argument("--requests", type=int, default=0, help="number of requests of all clients; 0 for no limit")
     parser.add_argument("--seconds", type=float, default=0, help="time limit; 0 for none")
+    parser.add_argument("--rate", type=float, default=0, help="requests a second of all clients; 0 for no pause")
     parser.add_argument("--rows", type=int, default=0, help="rows of a request; 0 draws 1 to 8")
     parser.add_argument("--malformed", type=float, default=0.0, help="share of requests that are malformed")
     parser.add_argument("--number", default="I1", help="a column of numbers")

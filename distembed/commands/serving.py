@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,7 +11,12 @@ from distembed.base.units import format_bytes, parse_bytes
 from distembed.commands.shared import OverwriteOption, note, say
 from distembed.commands.train import CheckpointOption, DataOption, RunFolderArgument
 
+if TYPE_CHECKING:
+    from distembed.training.trained_run import TrainedRun
+
 app = typer.Typer()
+_MOST_OF_WHOLE = 0.5
+"""Share of a whole export's bytes above which a delta is not worth it."""
 
 
 @app.command(
@@ -134,6 +139,15 @@ def export_command(
             help="Also write a FAISS index of the items of a model of two towers: exact, or a graph (HNSW).",
         ),
     ] = None,
+    delta_since: Annotated[
+        Path | None,
+        typer.Option(
+            "--delta-since",
+            metavar="VERSION",
+            help="Write a delta: only what changed since VERSION, an exported model or the delta before. Precision and "
+            "tables are those of VERSION.",
+        ),
+    ] = None,
     data: DataOption = None,
     checkpoint: CheckpointOption = None,
     overwrite: Annotated[bool, typer.Option(help="Replace OUTPUT if it is an exported model.")] = False,
@@ -143,6 +157,15 @@ def export_command(
 
     server_bytes = None if server_memory is None else parse_bytes("--server-memory", server_memory)
     trained = find_trained_run(run, data, checkpoint=checkpoint)
+    if delta_since is not None:
+        given = (precision, materialise, server_bytes, num_best, compile, faiss, overwrite)
+        if given != ("fp32", "auto", None, 10, False, None, False):
+            raise UserError(
+                "--delta-since takes the precision, tables and items of its VERSION, and writes a new folder: leave "
+                "--precision, --materialise, --server-memory, --num-best, --compile, --faiss and --overwrite out."
+            )
+        _export_delta(trained, output, delta_since)
+        return
     from distembed.serving.export.export_run import ExportOptions, export_run
 
     kinds: Any = {"precision": precision, "materialise": materialise, "faiss": faiss}  # ExportOptions checks them
@@ -164,6 +187,24 @@ def export_command(
         note("the dataset is not here, so that no metric was compared, and the sample is of made-up rows; see --data.")
     else:
         say(f"{parity.split}: {parity.metric} {parity.exported:.6f}, trained {parity.trained:.6f}")
+
+
+def _export_delta(run: "TrainedRun", output: Path, since: Path) -> None:
+    """Writes a delta and says how large it is."""
+    from distembed.serving.export.export_delta import export_delta
+
+    delta = export_delta(run, output, since)
+    manifest, share = delta.manifest, delta.num_bytes / delta.whole_bytes
+    rows = sum(weight.num_rows or 0 for weight in manifest.weights)
+    whole = sum(weight.num_rows is None for weight in manifest.weights)
+    say(
+        f"{output}: version {manifest.sequence}, of step {manifest.step:,}: {rows:,} rows and {whole} whole weights, "
+        f"{format_bytes(delta.num_bytes)}, {share:.1%} of the whole programs"
+    )
+    if share > _MOST_OF_WHOLE:
+        note("most of the model changed: a whole export is loaded beside the served one, and a delta pauses answers.")
+    parity = manifest.parity
+    say(f"sample: {parity.rows} rows, largest difference to the trained model {parity.largest_difference:.2g}")
 
 
 @app.command(
@@ -188,6 +229,13 @@ def serve_command(
         bool,
         typer.Option("--compiled", help="Run the compiled program of MODEL: code, of whoever exported it."),
     ] = False,
+    deltas: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Folder of versions: newer exports and deltas in it are taken at the start, and as they appear.",
+        ),
+    ] = None,
 ) -> None:
     """Serve an exported model over HTTP, for trying and for small loads: JSON or Arrow in, scores out."""
     try:
@@ -202,7 +250,7 @@ def serve_command(
     from distembed.serving.server.serve import serve
 
     settings = ServerSettings(threads, max_batch, queue, max_wait_ms / 1000, timeout, body_bytes, max_rows)
-    serve(model, host, port, settings, _say_at_once, compiled)
+    serve(model, host, port, settings, _say_at_once, compiled, deltas)
 
 
 def _say_at_once(text: str) -> None:

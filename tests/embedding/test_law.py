@@ -29,7 +29,7 @@ from distembed.embedding import (
 )
 from distembed.embedding.bag import pool
 from distembed.partitions import PARTITIONS
-from distembed.serving.export.table_groups import StoredTable, TableGroup
+from distembed.serving.export.table_groups import ExportStorage, StoredTable, TableGroup
 from distembed.sharding.groups import make_group
 from distembed.sharding.table_slice import LocalTable, slice_table, width
 from tests.embedding.reference import pooled, vector_of
@@ -124,7 +124,7 @@ def by_group(kernel: str, table: Any, weights: Weights, bags: Bags, id_weights: 
 
 
 def by_exported_group(table: Any, weights: Weights, bags: Bags, id_weights: Tensor | None) -> Tensor:
-    group = TableGroup([StoredTable(table, list(weights))], "fp32")
+    group = TableGroup([StoredTable(table, list(weights))], ExportStorage())
     return per_id(group(batch_of(bags, None).values().unsqueeze(0), [0])[0], bags, table.pooling, id_weights)
 
 

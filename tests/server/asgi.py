@@ -10,17 +10,14 @@ from typing import Any
 import pyarrow as pa
 from fastapi import FastAPI
 
-from distembed.serving.model_folder.programs import load_programs
-from distembed.serving.model_folder.reading import read_manifest
 from distembed.serving.server.app import make_app
 from distembed.serving.server.batching import ServerSettings
-from distembed.serving.server.scoring import Scorer
+from distembed.serving.server.versions import LoadedVersion, ServedModel
 
 
 def served(model: Path, most_rows: int = 64) -> FastAPI:
     """Returns the application that serves an exported model, which scores so many rows at once."""
-    manifest = read_manifest(model)
-    return make_app(Scorer(model, manifest, load_programs(model, manifest), most_rows), ServerSettings())
+    return make_app(ServedModel(LoadedVersion.load(model, most_rows)), ServerSettings())
 
 
 @dataclass(frozen=True)

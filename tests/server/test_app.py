@@ -17,19 +17,18 @@ import pytest
 from fastapi import FastAPI
 
 from distembed import LoadedModel
-from distembed.serving.model_folder.programs import load_programs
-from distembed.serving.model_folder.reading import read_manifest
+from distembed.serving.model_folder.versions import Version
 from distembed.serving.server.app import ARROW_TYPE, JSON_TYPE, make_app
 from distembed.serving.server.batching import ServerSettings
-from distembed.serving.server.scoring import RowRequest, Scorer, Scores
+from distembed.serving.server.scoring import RowRequest, Scores
+from distembed.serving.server.versions import LoadedVersion, ServedModel
 from tests.server.asgi import Reply, ask, post, stream
 from tests.server.exported_models import json_rows
 
 
 @pytest.fixture(scope="module")
-def scorer(model: Path) -> Scorer:
-    manifest = read_manifest(model)
-    return Scorer(model, manifest, load_programs(model, manifest), 1024)
+def scorer(model: Path) -> ServedModel:
+    return ServedModel(LoadedVersion.load(model, 1024))
 
 
 def app_of(scorer: Any, **settings: Any) -> FastAPI:
@@ -37,7 +36,7 @@ def app_of(scorer: Any, **settings: Any) -> FastAPI:
 
 
 @pytest.fixture(scope="module")
-def app(scorer: Scorer) -> FastAPI:
+def app(scorer: ServedModel) -> FastAPI:
     return app_of(scorer)
 
 
@@ -256,7 +255,7 @@ def test_other_paths_and_methods_are_refused_in_json(app: FastAPI) -> None:
         assert reply.status == status and "error" in reply.json(), target
 
 
-def test_a_body_may_come_in_pieces_and_not_be_too_large(scorer: Scorer) -> None:
+def test_a_body_may_come_in_pieces_and_not_be_too_large(scorer: ServedModel) -> None:
     body = json.dumps(json_rows(2)).encode()
     app = app_of(scorer, most_body_bytes=len(body), most_rows=2)
     assert asyncio.run(ask(app, [body[place : place + 1] for place in range(len(body))])).status == 200
@@ -339,7 +338,7 @@ def test_a_client_that_goes_is_left_out() -> None:
     asyncio.run(work())
 
 
-def test_a_client_that_goes_before_its_body_is_whole_is_no_fault(scorer: Scorer) -> None:
+def test_a_client_that_goes_before_its_body_is_whole_is_no_fault(scorer: ServedModel) -> None:
     app = app_of(scorer)
 
     async def work() -> int:
@@ -351,7 +350,7 @@ def test_a_client_that_goes_before_its_body_is_whole_is_no_fault(scorer: Scorer)
     assert metrics_of(app)["distembed_requests_total 499"] == 1
 
 
-def test_a_body_that_does_not_come_is_not_waited_for(scorer: Scorer) -> None:
+def test_a_body_that_does_not_come_is_not_waited_for(scorer: ServedModel) -> None:
     app = app_of(scorer, timeout_seconds=0.05)
     reply = asyncio.run(ask(app, b"[{}", is_whole=False))
     assert reply.status == 408 and reply.headers["connection"] == "close"
@@ -362,6 +361,7 @@ class Faulty:
 
     def __init__(self) -> None:
         self.batches: list[int] = []
+        self.version, self.since, self.taken = Version(Path(), 1, "", 0), 0.0, {"delta": 0, "export": 0}
 
     def score(self, requests: Sequence[RowRequest]) -> list[Scores]:
         self.batches.append(len(requests))
@@ -387,7 +387,7 @@ def test_a_fault_of_ours_fails_one_request_alone(caplog: pytest.LogCaptureFixtur
     assert b'distembed_requests_total{status="500"} 1.0' in metrics.body
 
 
-def test_metrics_count_requests_and_rows(scorer: Scorer) -> None:
+def test_metrics_count_requests_and_rows(scorer: ServedModel) -> None:
     app = app_of(scorer)
     rows = json_rows(5)
     bad = [*rows, {**rows[0], "price": "much"}]
@@ -411,10 +411,10 @@ def test_the_model_says_what_it_is(app: FastAPI, model: Path) -> None:
     assert found.pop("checksums") == {} and written.pop("checksums")
     assert found == written
     for path in ("/healthz", "/readyz"):
-        assert asyncio.run(ask(app, target=f"GET {path}")).json() == {"status": "ok"}
+        assert asyncio.run(ask(app, target=f"GET {path}")).json()["status"] == "ok"
 
 
-def test_requests_that_are_scored_together_have_the_scores_that_they_have_alone(scorer: Scorer) -> None:
+def test_requests_that_are_scored_together_have_the_scores_that_they_have_alone(scorer: ServedModel) -> None:
     parts = [json_rows(size, seed=size) for size in (1, 3, 8, 2, 40, 5)]
     app = app_of(scorer, wait_seconds=0.05, most_batch_rows=50)
 

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from distembed.base.checksums import checksum_of
 from distembed.base.errors import UserError
 from distembed.base.files import require_free_space, write_json
 from distembed.base.names import one_of
@@ -61,6 +64,7 @@ from distembed.serving.model_folder.manifest import (
     Precision,
 )
 from distembed.serving.model_folder.programs import Program, load_programs
+from distembed.serving.model_folder.versions import newest_version, numbering_versions
 from distembed.serving.whole_model import WholeModel, load_whole_model
 from distembed.tasks import NextItemConfig, RankingConfig, RetrievalConfig
 from distembed.training.trained_run import TrainedRun
@@ -88,7 +92,8 @@ def exportable(trained: WholeModel, manifest: Manifest, num_best: int) -> Export
     return make(model, reserved_ids(manifest, ITEM), num_best, task.excludes_seen)
 
 
-def _check(trained: WholeModel, model: Exportable, program: Program, precision: Precision) -> ParityCheck[Any]:
+def parity_check(trained: WholeModel, model: Exportable, program: Program, precision: Precision) -> ParityCheck[Any]:
+    """Returns the comparison of a program with the trained model."""
     if isinstance(model, ScoredModel):
         return ScoreCheck(trained, model, program, precision)
     return RecommendedCheck(trained, model, program, precision)
@@ -142,8 +147,11 @@ def export_run(run: TrainedRun, output: Path, options: ExportOptions, data: str 
         RunError: The scores differ from the trained model's, or the folder cannot be written.
     """
     one_of("task of an exported run", run.config.task.name, _TASKS)
-    with staged_folder(output, overwrite=options.overwrite, kind="exported model", marker=MANIFEST_NAME) as folder:
-        trained = load_whole_model(_in_float32(run), torch.device("cpu"))
+    with (
+        ExitStack() as numbering,
+        staged_folder(output, overwrite=options.overwrite, kind="exported model", marker=MANIFEST_NAME) as folder,
+    ):
+        trained = load_whole_model(in_float32(run), torch.device("cpu"))
         rows = SplitRows.find(data or run.config.data.require_path())
         if isinstance(run.config.task, RetrievalConfig) and rows is not None:
             trained = trained.on_dataset(rows.dataset)  # whose catalogue is read
@@ -182,10 +190,11 @@ def export_run(run: TrainedRun, output: Path, options: ExportOptions, data: str 
             versions={"distembed": __version__, "torch": torch.__version__},
             checksums={},
             recommends=model.recommends,
+            config_checksum=config_checksum(run),
             towers=towers,
             index=index,
         )
-        check = _check(trained, model, load_programs(folder, manifest), options.precision)
+        check = parity_check(trained, model, load_programs(folder, manifest), options.precision)
         batch, parity = _compare(check, rows, options.metric_rows)
         described = (manifest.features, manifest.numbers, manifest.sequences)
         write_sample(folder, model.inputs(batch).tensors, check.outputs(batch), *described)
@@ -201,16 +210,26 @@ def export_run(run: TrainedRun, output: Path, options: ExportOptions, data: str 
             inputs = model.inputs(made_up_batch(trained.blueprint.batch_schema, 5))
             compiled = compile_network(folder, manifest.network, inputs)
             manifest = dataclasses.replace(manifest, compiled=compiled)
-            check = _check(trained, model, load_programs(folder, manifest, compiled=True), options.precision)
+            check = parity_check(trained, model, load_programs(folder, manifest, compiled=True), options.precision)
             _, parity = _compare(check, rows, options.metric_rows)
             compiled = dataclasses.replace(compiled, largest_difference=parity.largest_difference)
             manifest = dataclasses.replace(manifest, compiled=compiled)
-        manifest = dataclasses.replace(manifest, checksums=_checksums(folder))
+        parent = output.resolve().parent
+        numbering.enter_context(numbering_versions(parent))  # until the folder is in its place
+        newest = newest_version(parent)
+        sequence = 1 if newest is None else newest.sequence + 1
+        manifest = dataclasses.replace(manifest, checksums=_checksums(folder), sequence=sequence)
         write_json(folder / MANIFEST_NAME, manifest.to_json())
     return manifest
 
 
-def _in_float32(run: TrainedRun) -> TrainedRun:
+def config_checksum(run: TrainedRun) -> str:
+    """Returns a checksum of the sections of a run's config that decide how its programs compute."""
+    sections = [dataclasses.asdict(section) for section in (run.config.model, run.config.embedding, run.config.task)]
+    return checksum_of(json.dumps(sections, sort_keys=True, default=str).encode())
+
+
+def in_float32(run: TrainedRun) -> TrainedRun:
     """Returns a run whose networks compute in float32, the type of exported models."""
     train = dataclasses.replace(run.config.train, precision="fp32")
     return dataclasses.replace(run, config=dataclasses.replace(run.config, train=train))

@@ -249,9 +249,7 @@ class FeatureVectors(nn.Module):
         for table in tables:
             stored = stored_table(table, weights[table.name], storage.form(table))
             groups.setdefault(stored.kind, []).append((table, stored))
-        self.groups = nn.ModuleList(
-            TableGroup([stored for _, stored in group], storage.precision) for group in groups.values()
-        )
+        self.groups = nn.ModuleList(TableGroup([stored for _, stored in group], storage) for group in groups.values())
         # of each group the features with one id a row, and the lists, each with the number of its table in the group
         self._single: list[list[tuple[str, int]]] = []
         self._lists: list[list[tuple[str, int, Any]]] = []
@@ -288,7 +286,7 @@ class IdVectors(nn.Module):
         tables = collection.tables()
         self._features = [(name, number) for number, table in enumerate(tables) for name in table.feature_names]
         self.groups = nn.ModuleList(
-            TableGroup([stored_table(table, collection.weights(table.name), storage.form(table))], storage.precision)
+            TableGroup([stored_table(table, collection.weights(table.name), storage.form(table))], storage)
             for table in tables
         )
 

@@ -410,7 +410,7 @@ class _StoredTables:
         return {
             table.name: TableGroup(
                 [stored_table(table, self._modules[table.name].weights(table.name), storage.form(table))],
-                storage.precision,
+                storage,
             )
             for table in self.tables
         }

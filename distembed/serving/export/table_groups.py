@@ -35,10 +35,14 @@ _BYTES_OF_SCALE_AND_OFFSET = 8
 
 @dataclass(frozen=True)
 class ExportStorage:
-    """How the tables of an export are stored; functions of paths stay in float32."""
+    """How the tables of an export are stored; functions of paths stay in float32.
+
+    With ``on_demand`` rows are stored as they are read, so that no second copy of all tables is made.
+    """
 
     precision: Precision = "fp32"
     materialise: Materialise = "auto"
+    on_demand: bool = False
 
     def bytes_by_form(self, table: CompositionalEmbeddingConfig) -> dict[TableForm, int]:
         """Returns the bytes of a table with its partitions, and with the vector of each id, in this precision."""
@@ -147,10 +151,49 @@ class Int8Weight(nn.Module):
         return torch.addcmul(offset.unsqueeze(1), codes.float(), scale.unsqueeze(1))
 
 
-StoredWeight = FloatWeight | Int8Weight
+class RowsOnDemand(nn.Module):
+    """A weight that stores rows when they are read; its rows are those of ``weights``, one after the other.
+
+    It has no tensors of its own in ``state_dict``. Rows are stored alone as they are stored among others, since each
+    row has its own scale and offset.
+    """
+
+    def __init__(self, weights: Sequence[Float[Tensor, "rows columns"]], precision: Precision) -> None:
+        super().__init__()
+        self._weights, self._precision = weights, precision
+        self._stops = torch.tensor([len(weight) for weight in weights]).cumsum(0)
+        self.num_rows = int(self._stops[-1])
+
+    def stored(self, first: int, stop: int) -> dict[str, Tensor]:
+        """Returns the stored tensors, by name, of the rows from ``first`` to ``stop`` - 1."""
+        starts = [0, *self._stops.tolist()]
+        pieces = [
+            weight[max(first - start, 0) : max(stop - start, 0)]
+            for start, weight in zip(starts, self._weights, strict=False)
+        ]
+        filled = [piece for piece in pieces if len(piece)]
+        return dict(_store_weight(filled, self._precision).state_dict())
+
+    def take(self, rows: Int64[Tensor, "*shape"]) -> Float[Tensor, "*shape columns"]:
+        """Returns rows as a stored weight gives them, in float32."""
+        flat = rows.flatten()
+        taken = torch.empty(len(flat), self._weights[0].shape[1])
+        owners = torch.searchsorted(self._stops, flat, right=True)
+        for number, (stop, weight) in enumerate(zip(self._stops.tolist(), self._weights, strict=True)):
+            own = owners == number
+            taken[own] = weight[flat[own] - (stop - len(weight))].float()
+        return _store_weight([taken], self._precision).between(0, len(flat)).view(*rows.shape, -1)
+
+    def between(self, first: int, stop: int) -> Float[Tensor, "rows columns"]:
+        """Returns the rows from ``first`` to ``stop`` - 1 as a stored weight gives them, in float32."""
+        return self.take(torch.arange(first, min(stop, self.num_rows)))
 
 
-def _store_weight(weight: Float[Tensor, "rows columns"], precision: Precision) -> StoredWeight:
+StoredWeight = FloatWeight | Int8Weight | RowsOnDemand
+
+
+def _store_weight(weights: Sequence[Float[Tensor, "rows columns"]], precision: Precision) -> FloatWeight | Int8Weight:
+    weight = torch.cat(list(weights))
     if precision == "int8":
         return Int8Weight(weight)
     return FloatWeight(weight, torch.float16 if precision == "fp16" else torch.float32)
@@ -200,15 +243,16 @@ class TableGroup(nn.Module):
     weights.
     """
 
-    def __init__(self, tables: Sequence[StoredTable], precision: Precision) -> None:
+    def __init__(self, tables: Sequence[StoredTable], storage: ExportStorage) -> None:
         super().__init__()
         self._configs = [table.config for table in tables]
         first = self._configs[0]
         functions = [part.is_function for part in first.partition_tables()]
-        stacked = [torch.cat(list(weights)) for weights in zip(*(table.weights for table in tables), strict=True)]
+        stacked = list(zip(*(table.weights for table in tables), strict=True))
+        store = RowsOnDemand if storage.on_demand else _store_weight
         self.weights = nn.ModuleList(
-            _store_weight(weight, "fp32" if is_function else precision)
-            for weight, is_function in zip(stacked, functions, strict=True)
+            store(weights, "fp32" if is_function else storage.precision)
+            for weights, is_function in zip(stacked, functions, strict=True)
         )
         num_rows = torch.tensor([[len(weight) for weight in table.weights] for table in tables]).T
         self._first_rows = num_rows.cumsum(1) - num_rows  # [partitions, tables]: where a table's rows begin

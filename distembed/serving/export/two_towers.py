@@ -260,7 +260,7 @@ class TowerModel:
 
     def whole_program(self, storage: ExportStorage) -> RetrievalProgram:
         """Returns the program that maps a user's features to the best items and their scores."""
-        group = TableGroup([StoredTable(self._vector_table, [torch.from_numpy(self.index.vectors)])], storage.precision)
+        group = TableGroup([StoredTable(self._vector_table, [torch.from_numpy(self.index.vectors)])], storage)
         choice = ItemChoice(group, len(self.index.ids), None, (), self.num_best)
         ids = torch.from_numpy(self.index.ids)
         return RetrievalProgram(self._program(self.user, storage), self.features, self.item, choice, ids)

@@ -196,6 +196,8 @@ class ExportManifest:
         index: The vectors of all items, where the model has towers.
         versions: Versions of torch and distembed that wrote it.
         checksums: SHA-256 of each other file by its name.
+        sequence: The number of this version among the versions in its parent folder; 0 in exports of earlier releases.
+        config_checksum: Checksum of the run's sections ``model``, ``embedding`` and ``task``.
     """
 
     task: str
@@ -215,6 +217,54 @@ class ExportManifest:
     sequences: Sequence[ExportedSequence] = ()
     towers: Sequence[ExportedTower] = ()
     index: ItemIndex | None = None
+    sequence: int = 0
+    config_checksum: str | None = None
+    format: int = FORMAT
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the manifest in plain values."""
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
+class ChangedWeight:
+    """A weight of which a delta has new rows.
+
+    Attributes:
+        program: File of the program in the exported model.
+        names: Names of its tensors in the program; a weight in int8 has three, with one row of each for a row.
+        num_rows: Number of the changed rows; None where all rows changed, and the delta has whole tensors.
+    """
+
+    program: str
+    names: Sequence[str]
+    num_rows: int | None
+
+
+@dataclass(frozen=True)
+class DeltaManifest:
+    """All of ``delta.json``, beside a checksum of these values.
+
+    Attributes:
+        sequence: The number of the version that the delta makes: 1 more than the version that it changes.
+        base: Identity of the version that it changes.
+        step: Number of training steps of the new version's checkpoint.
+        rows: The file of the changed rows.
+        rows_checksum: SHA-256 of that file.
+        weights: The changed weights, in the order of the file.
+        outputs: Each output of the new version for the rows in the exported model's ``sample.json``.
+        parity: Difference of the new version's scores from the trained model's.
+    """
+
+    sequence: int
+    base: str
+    step: int
+    rows: str
+    rows_checksum: str
+    weights: Sequence[ChangedWeight]
+    outputs: Mapping[str, Sequence[Any]]
+    parity: Parity
+    versions: Mapping[str, str]
     format: int = FORMAT
 
     def to_json(self) -> dict[str, Any]:

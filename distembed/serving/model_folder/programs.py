@@ -56,11 +56,15 @@ def load_programs(folder: Path, manifest: ExportManifest, compiled: bool = False
     """
     if compiled:
         return load_compiled(folder, manifest)
-    network = load_program(folder / manifest.network.file)
-    if not manifest.shards:
+    shards = [load_program(folder / shard.file) for shard in manifest.shards]
+    return join_programs(load_program(folder / manifest.network.file), shards, manifest)
+
+
+def join_programs(network: Program, shards: Sequence[Program], manifest: ExportManifest) -> Program:
+    """Returns a network that has all tables, or joins it with the shards that have them."""
+    if not shards:
         return network
     feature_indices = {feature.name: index for index, feature in enumerate(manifest.features)}
-    shards = [load_program(folder / shard.file) for shard in manifest.shards]
     features = [[feature_indices[name] for name in shard.features] for shard in manifest.shards]
     return ShardedProgram(network, shards, features)
 
@@ -72,7 +76,7 @@ class ShardedProgram:
     """
 
     def __init__(self, network: Program, shards: Sequence[Program], features: Sequence[Sequence[int]]) -> None:
-        self._network, self._shards, self._features = network, shards, features
+        self.network, self.shards, self._features = network, shards, features
 
     def __call__(
         self,
@@ -84,6 +88,6 @@ class ShardedProgram:
         ids_by_feature = values.split(lengths.sum(1).tolist())
         vectors = [
             shard(torch.cat([ids_by_feature[index] for index in indices]), lengths[indices])
-            for shard, indices in zip(self._shards, self._features, strict=True)
+            for shard, indices in zip(self.shards, self._features, strict=True)
         ]
-        return self._network(torch.cat(vectors, dim=1), *dense)
+        return self.network(torch.cat(vectors, dim=1), *dense)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,12 @@ def require_unchanged(folder: Path, manifest: ExportManifest) -> None:
             raise UserError(f"{path} is damaged: its checksum differs from the recorded one; {_DAMAGED}.")
 
 
-def require_sample(folder: Path, manifest: ExportManifest, program: Program) -> float:
+def require_sample(
+    folder: Path, manifest: ExportManifest, program: Program, outputs: Mapping[str, Sequence[Any]] | None = None
+) -> float:
     """Scores the sample and returns the largest difference to the scores on the exporting machine.
+
+    ``outputs`` are these scores where a delta has changed the program; None for the scores in the sample's file.
 
     Raises:
         UserError: The scores differ by more than rounding.
@@ -72,12 +77,12 @@ def require_sample(folder: Path, manifest: ExportManifest, program: Program) -> 
     sample: dict[str, Any] = read_json(folder / SAMPLE_NAME, _DAMAGED)
     with torch.inference_mode():
         scored = program(*sample_inputs(sample, manifest))
-    outputs = [scored] if isinstance(scored, Tensor) else list(scored)
+    found = [scored] if isinstance(scored, Tensor) else list(scored)
     worst = 0.0
-    for name, output in zip(manifest.network.outputs, outputs, strict=True):
+    for name, output in zip(manifest.network.outputs, found, strict=True):
         if output.dtype != torch.float32:
             continue
-        recorded = np.array(sample["outputs"][name], np.float64)
+        recorded = np.array((outputs or sample["outputs"])[name], np.float64)
         difference = np.abs(output.numpy() - recorded) / np.maximum(1, np.abs(recorded))
         difference = difference[np.isfinite(recorded)]
         worst = float(np.max(difference, initial=worst))  # NaN is the largest of all

@@ -25,11 +25,14 @@ from starlette.requests import ClientDisconnect
 
 from distembed.data.table.values import json_values
 from distembed.serving.server.batching import Batcher, ServerSettings
-from distembed.serving.server.scoring import Outputs, RowRequest, Scorer, Scores
+from distembed.serving.server.scoring import Outputs, RowRequest, Scores
+from distembed.serving.server.versions import ServedModel, VersionFollower
 
 JSON_TYPE, ARROW_TYPE = "application/json", "application/vnd.apache.arrow.stream"
 # orjson makes a float of an integer of more than 64 bits, so bodies with a long number are read by Python's own parser
 _LONG_NUMBER = re.compile(rb"[0-9]{20}|-[0-9]{19}")
+VERSION_HEADER = "distembed-version"
+"""The header of an answer that names the version of the model: its number and the beginning of its identity."""
 _MOST_BAD_ROWS = 100
 """Bad rows that an answer lists."""
 _CLIENT_GONE = 499
@@ -56,17 +59,33 @@ class _Metrics:
         text = "Requests that wait to be scored."
         self.waiting = Gauge("distembed_waiting_requests", text, registry=registry)
 
+    def follow(self, model: ServedModel, follower: VersionFollower | None) -> None:
+        """Adds the version that is served, and the versions that were taken and refused."""
+        for name, text, read in (
+            ("version", "Number of the served version.", lambda: model.version.sequence),
+            ("version_step", "Training steps of the served version.", lambda: model.version.step),
+            ("version_timestamp_seconds", "Time at which the served version was taken.", lambda: model.since),
+            ("taken_deltas", "Deltas that were applied.", lambda: model.taken["delta"]),
+            ("taken_exports", "Whole exports that replaced the model.", lambda: model.taken["export"]),
+            ("refused_versions", "Versions that are there and refused.", lambda: len(_refused(follower))),
+        ):
+            Gauge(f"distembed_{name}", text, registry=self.registry).set_function(read)
 
-def make_app(scorer: Scorer, settings: ServerSettings) -> FastAPI:
-    """Returns the application that serves a model."""
+
+def make_app(model: ServedModel, settings: ServerSettings, follower: VersionFollower | None = None) -> FastAPI:
+    """Returns the application that serves a model, and the versions that the follower finds."""
     metrics = _Metrics()
-    batcher = Batcher(scorer.score, settings, metrics.batch_rows.observe)
+    batcher = Batcher(model.score, settings, metrics.batch_rows.observe)
+    metrics.follow(model, follower)
     metrics.waiting.set_function(lambda: batcher.num_waiting)
     predictor = _Predictor(batcher, metrics, settings)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        following = None if follower is None else asyncio.create_task(follower.follow(batcher))
         yield
+        if following is not None:
+            following.cancel()
         batcher.close()
 
     # without FastAPI's pages of documentation, which load scripts from other servers
@@ -86,8 +105,10 @@ def make_app(scorer: Scorer, settings: ServerSettings) -> FastAPI:
         return response
 
     @app.get("/healthz")
-    async def healthz() -> dict[str, str]:
-        return {"status": "ok"}
+    async def healthz() -> dict[str, Any]:
+        served = model.version
+        version = {"sequence": served.sequence, "step": served.step, "identity": served.identity}
+        return {"status": "ok", "version": {**version, "since": model.since}, "refused": _refused(follower)}
 
     @app.get("/readyz")
     async def readyz() -> dict[str, str]:
@@ -99,10 +120,14 @@ def make_app(scorer: Scorer, settings: ServerSettings) -> FastAPI:
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/model")
-    async def model() -> Response:
-        return _json(200, replace(scorer.manifest, checksums={}).to_json())
+    async def read_model() -> Response:
+        return _json(200, replace(model.manifest, checksums={}).to_json())
 
     return app
+
+
+def _refused(follower: VersionFollower | None) -> dict[str, str]:
+    return {} if follower is None else dict(follower.refused)
 
 
 class _Predictor:
@@ -143,7 +168,7 @@ class _Predictor:
             return _json(422, {"error": text, "rows": listed[:_MOST_BAD_ROWS]})
         self._metrics.rows.inc(len(next(iter(answer.outputs.values()))) - len(answer.bad))
         write = _arrow_body if content_type == ARROW_TYPE else _json_body
-        return Response(write(answer.outputs), media_type=content_type)
+        return Response(write(answer.outputs), headers={VERSION_HEADER: answer.version}, media_type=content_type)
 
     async def _answer(self, request: Request, content_type: str) -> Scores:
         """Reads a request's rows and returns their scores; gives up at the timeout, or if the client disconnects."""

@@ -11,8 +11,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 from distembed.serving.server.scoring import RowRequest, Scores
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,10 @@ class Batcher:
         self._free = settings.threads
         self._queue: deque[_Waiting] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._scoring = 0
+        self._may_score, self._is_idle = asyncio.Event(), asyncio.Event()
+        self._may_score.set()
+        self._is_idle.set()
 
     @property
     def num_waiting(self) -> int:
@@ -86,6 +93,18 @@ class Batcher:
             if waiting in self._queue:
                 self._queue.remove(waiting)
             raise
+
+    async def between_batches(self, change: Callable[[], T]) -> T:
+        """Calls ``change`` in a thread while no batch is being scored, and returns its value; requests wait meanwhile.
+
+        One call at a time is allowed.
+        """
+        self._may_score.clear()
+        try:
+            await self._is_idle.wait()
+            return await asyncio.to_thread(change)
+        finally:
+            self._may_score.set()
 
     def close(self) -> None:
         """Waits for the batches that are being scored, and ends the threads."""
@@ -118,7 +137,7 @@ class Batcher:
         requests = [waiting.request for waiting in batch]
         self._on_batch(sum(request.num_rows for request in requests))
         try:
-            answers = await asyncio.get_running_loop().run_in_executor(self._pool, self._score, requests)
+            answers = await self._score_in_pool(requests)
         except Exception as error:
             left = [waiting for waiting in batch if not waiting.answer.done()]
             if len(batch) == 1 and left:
@@ -130,3 +149,14 @@ class Batcher:
         for waiting, answer in zip(batch, answers, strict=True):
             if not waiting.answer.done():
                 waiting.answer.set_result(answer)
+
+    async def _score_in_pool(self, requests: Sequence[RowRequest]) -> list[Scores]:
+        await self._may_score.wait()
+        self._scoring += 1
+        self._is_idle.clear()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, self._score, requests)
+        finally:
+            self._scoring -= 1
+            if not self._scoring:
+                self._is_idle.set()

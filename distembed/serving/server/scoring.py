@@ -50,11 +50,15 @@ class RowRequest:
 
 @dataclass(frozen=True)
 class Scores:
-    """The scores of a request: a column for each output, the malformed rows, or a problem of the whole request."""
+    """The scores of a request: a column for each output, the malformed rows, or a problem of the whole request.
+
+    ``version`` names the version of the model that gave them.
+    """
 
     outputs: Outputs = field(default_factory=dict)
     bad: Sequence[BadRow] = ()
     problem: str | None = None
+    version: str = ""
 
 
 class Scorer:

@@ -13,11 +13,9 @@ import torch
 import uvicorn
 
 from distembed.base.errors import UserError
-from distembed.serving.model_folder.programs import load_programs
-from distembed.serving.model_folder.reading import read_manifest, require_sample, require_unchanged
 from distembed.serving.server.app import make_app
 from distembed.serving.server.batching import ServerSettings
-from distembed.serving.server.scoring import Scorer
+from distembed.serving.server.versions import LoadedVersion, ServedModel, VersionFollower
 
 _SHUTDOWN_SECONDS = 30
 _KEEP_ALIVE_SECONDS = 10
@@ -26,7 +24,13 @@ _MOST_PENDING = 1024
 
 
 def serve(
-    folder: Path, host: str, port: int, settings: ServerSettings, say: Callable[[str], None], compiled: bool = False
+    folder: Path,
+    host: str,
+    port: int,
+    settings: ServerSettings,
+    say: Callable[[str], None],
+    compiled: bool = False,
+    deltas: Path | None = None,
 ) -> None:
     """Loads a model, checks its files and the scores of its sample against the export, and serves it.
 
@@ -39,18 +43,25 @@ def serve(
         settings: How it is served.
         say: Prints a line for the user.
         compiled: Whether to run the compiled program, which is code of the person who exported the model.
+        deltas: Folder whose newer versions of the model are taken, at the start and as they appear; None for none.
 
     Raises:
         UserError: The model is damaged, its sample has other scores, raw rows cannot be decoded, or the port is in use.
     """
+    if compiled and deltas is not None:
+        raise UserError(
+            "--compiled runs a program with its tables within, which no delta can change: serve the model without "
+            "--compiled, or without --deltas."
+        )
     with _address_errors(host, port):
         listening = _bind(host, port)
     with listening:
-        manifest = read_manifest(folder)
-        require_unchanged(folder, manifest)
-        program = load_programs(folder, manifest, compiled)
-        difference = require_sample(folder, manifest, program)
-        scorer = Scorer(folder, manifest, program, settings.most_batch_rows)
+        loaded = LoadedVersion.load(folder, settings.most_batch_rows, compiled)
+        model, manifest, difference = ServedModel(loaded), loaded.manifest, loaded.difference
+        follower = None if deltas is None else VersionFollower(deltas, model, settings.most_batch_rows, say)
+        del loaded  # whose memory ends where another version replaces it
+        if follower is not None:
+            follower.take_all()
         torch.set_num_threads(max(1, torch.get_num_threads() // settings.threads))
         with _address_errors(host, port):
             listening.listen(_MOST_PENDING)
@@ -60,7 +71,7 @@ def serve(
             say(f"note: {host} can be reached by others, and there is neither encryption nor a password.")
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         config = uvicorn.Config(
-            make_app(scorer, settings),
+            make_app(model, settings, follower),
             http="httptools",
             log_level="error",
             access_log=False,

@@ -1,0 +1,123 @@
+"""Versions of an exported model in one folder: whole exports, and deltas that have changed rows alone.
+
+::
+
+    versions/
+      0001/  manifest.json network.pt2 ...   a whole export                              sequence 1
+      0002/  delta.json rows.npz             the rows that changed since 0001            sequence 2, base 0001
+      0003/  delta.json rows.npz             the rows that changed since 0002            sequence 3, base 0002
+
+The identity of a version is the SHA-256 of its JSON file. That file has the checksums of all other files and, in a
+delta, the identity of the version before it, so that an identity stands for every number of a version. The names of the
+folders do not matter.
+
+Trade-off: a delta is small and depends on every earlier delta since the last whole export.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from distembed.base.errors import UserError
+from distembed.serving.model_folder.deltas import DELTA_NAME, read_delta_manifest
+from distembed.serving.model_folder.manifest import MANIFEST_NAME
+from distembed.serving.model_folder.reading import read_manifest
+
+
+@dataclass(frozen=True)
+class Version:
+    """A version of an exported model, as its folder describes it.
+
+    Attributes:
+        folder: Its folder.
+        sequence: Its number.
+        identity: SHA-256 of its JSON file.
+        step: Number of training steps of its checkpoint.
+        base: Identity of the version that it changes; None for a whole export.
+    """
+
+    folder: Path
+    sequence: int
+    identity: str
+    step: int
+    base: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.sequence}-{self.identity[:12]}"
+
+
+def read_version(folder: Path) -> Version:
+    """Returns the version in a folder; a :class:`UserError` where it holds none, or a damaged one."""
+    if (folder / DELTA_NAME).exists():
+        delta = read_delta_manifest(folder)
+        return Version(folder, delta.sequence, _identity(folder / DELTA_NAME), delta.step, delta.base)
+    manifest = read_manifest(folder)
+    return Version(folder, manifest.sequence, _identity(folder / MANIFEST_NAME), manifest.step)
+
+
+def _identity(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def version_folders(parent: Path) -> list[Path]:
+    """Returns the folders in ``parent`` that may hold versions, by name; folders being written have hidden names."""
+    try:
+        folders = [folder for folder in parent.iterdir() if not folder.name.startswith(".")]
+        return sorted(each for each in folders if any((each / name).is_file() for name in (DELTA_NAME, MANIFEST_NAME)))
+    except OSError as error:
+        raise UserError(f"the folder of versions {parent} cannot be read: {error}; name another.") from error
+
+
+def readable_versions(parent: Path) -> Iterator[Version]:
+    """Yields the versions in ``parent``, without folders that hold anything else or are damaged."""
+    for folder in version_folders(parent):
+        try:
+            yield read_version(folder)
+        except (UserError, OSError):
+            continue
+
+
+def version_chain(folder: Path) -> list[Version]:
+    """Returns the whole export that a version goes back to, and the deltas up to the version, in order.
+
+    The versions in between are found beside ``folder``. A :class:`UserError` names one that is not there.
+    """
+    chain = [read_version(folder)]
+    if chain[0].base is None:
+        return chain
+    beside = {version.identity: version for version in readable_versions(folder.resolve().parent)}
+    while (base := chain[0].base) is not None:
+        if base not in beside:
+            raise UserError(
+                f"{chain[0].folder} changes the version {chain[0].sequence - 1}-{base[:12]}, which is not in "
+                f"{folder.resolve().parent}: copy it there, or export the run whole, without --delta-since."
+            )
+        chain.insert(0, beside[base])
+    return chain
+
+
+@contextmanager
+def numbering_versions(parent: Path) -> Iterator[None]:
+    """Lets one process at a time number a version in ``parent`` and put it there; other processes wait.
+
+    The lock is on the folder itself. File systems without locks leave it to the user.
+    """
+    parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(parent, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def newest_version(parent: Path) -> Version | None:
+    """Returns the version of the highest number in ``parent``; None where there is none."""
+    return max(readable_versions(parent), key=lambda version: version.sequence, default=None)

@@ -1,0 +1,226 @@
+"""Deltas: an export with its deltas is the whole export, to the bit; gaps and damaged files are refused."""
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from distembed.base.errors import UserError
+from distembed.composition import COMPOSITIONS
+from distembed.serving.export.export_delta import SavedWeights, changed_rows, export_delta
+from distembed.serving.export.parity import made_up_batch
+from distembed.serving.export.programs import save_program
+from distembed.serving.export.table_groups import ExportStorage, Materialise
+from distembed.serving.model_folder.deltas import (
+    RowChange,
+    Weights,
+    exchange,
+    loaded_weights,
+    read_delta,
+    require_fitting,
+)
+from distembed.serving.model_folder.manifest import Precision
+from distembed.serving.model_folder.programs import load_program, load_programs
+from distembed.serving.model_folder.reading import read_manifest, require_sample
+from distembed.serving.model_folder.versions import read_version
+from distembed.training.trained_run import find_trained_run
+from tests.exporting.test_programs import click_model, schema, scored, tables
+from tests.exporting.test_recommenders import exported as recommending
+from tests.exporting.test_recommenders import inputs as recommender_inputs
+from tests.exporting.test_recommenders import recommender, rows
+from tests.in_process import in_this_process as command
+from tests.server.exported_models import exported, trained_run
+
+FILE = "network.pt2"
+
+
+def bits(weights: dict[str, Tensor]) -> dict[str, bytes]:
+    """Returns the bytes of each weight, by NumPy."""
+    return {name: np.ascontiguousarray(tensor.numpy()).tobytes() for name, tensor in weights.items()}
+
+
+def loaded(folder: Path) -> dict[str, Tensor]:
+    program: Any = load_program(folder / FILE)
+    return dict(program.state_dict())
+
+
+def change_some(model: nn.Module, seed: int) -> None:
+    """Changes a few numbers of each weight: one row in five of tables."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            is_changed = torch.rand(len(parameter), generator=generator) < 0.2
+            parameter[is_changed] += torch.randn(parameter[is_changed].shape, generator=generator)
+
+
+def require_law(model: nn.Module, whole: Any, sample: Any, storage: ExportStorage, folder: Path) -> None:
+    """Exports a model, changes it twice, and compares the export and its deltas with whole programs."""
+    on_demand = ExportStorage(storage.precision, storage.materialise, on_demand=True)
+    save_program(whole().whole_program(storage), sample, folder / FILE)
+    deltas: list[list[RowChange]] = []
+    states: list[dict[str, bytes]] = []
+    for number in range(2):
+        change_some(model, number)
+        states.append(bits(whole().whole_program(storage).state_dict()))
+        saved = SavedWeights(folder / FILE, [change for delta in deltas for change in delta])
+        deltas.append(list(changed_rows(FILE, whole().whole_program(on_demand), saved)))
+    found: Weights = {FILE: loaded(folder)}
+    assert bits(dict(found[FILE])) != states[0] != states[1]
+    for delta, state in zip(deltas, states, strict=True):
+        assert any(change.rows is not None for change in delta)
+        require_fitting(delta, found, folder)
+        exchange(delta, found)
+        assert bits(dict(found[FILE])) == state
+    exchange(deltas[1], found)  # undone
+    assert bits(dict(found[FILE])) == states[0]
+
+
+@pytest.mark.parametrize(
+    ("composition", "materialise", "precision"),
+    [
+        *((name, "never", "fp32") for name in COMPOSITIONS),
+        ("product", "never", "fp16"),
+        ("product", "never", "int8"),
+        ("path_linear", "never", "int8"),
+        ("sum", "always", "int8"),
+    ],
+)
+def test_an_export_with_deltas_is_the_whole_export(
+    composition: str, materialise: Materialise, precision: Precision, tmp_path: Path
+) -> None:
+    """Over each scheme of partitions, lists, hashes and id policies."""
+    model = click_model("dcn", [table for table in tables(composition) if not table.name.endswith("_67")])
+    sample = scored(model).inputs(made_up_batch(schema(scored(model).tables), 5))
+    require_law(model, lambda: scored(model), sample, ExportStorage(precision, materialise), tmp_path)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["sasrec", "sasrec_untied", "gru", "mf"])
+def test_recommenders_with_deltas_are_whole_exports(name: str, tmp_path: Path) -> None:
+    """Also where the items of histories and of the catalogue are one table."""
+    model = recommender(name, "quotient_remainder", "product")
+    sample = recommender_inputs(recommending(model), rows())
+    require_law(model, lambda: recommending(model), sample, ExportStorage("int8", "never"), tmp_path)
+
+
+@pytest.fixture(scope="module")
+def versions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns exports of a run in shards: whole after 3 steps, deltas after 6 and 9, and whole after 9."""
+    folder = tmp_path_factory.mktemp("versions")
+    run = trained_run(folder)
+    exported(run, folder / "models" / "a", server_bytes=2000, materialise="never")
+    for steps, name, since in ((6, "b", "a"), (9, "c", "b")):
+        train(folder, steps)
+        command("export", run, "--output", folder / "models" / name, "--delta-since", folder / "models" / since)
+    exported(run, folder / "models" / "d", server_bytes=2000, materialise="never")
+    return folder
+
+
+def train(folder: Path, steps: int) -> None:
+    command(
+        "train",
+        folder / "config.yaml",
+        f"train.max_steps={steps}",
+        "train.epochs=9",
+        "--run-dir",
+        folder / "run",
+        "--resume",
+    )
+
+
+def weights_of(folder: Path) -> tuple[Any, Weights]:
+    manifest = read_manifest(folder)
+    program = load_programs(folder, manifest)
+    return program, loaded_weights(program, manifest)
+
+
+def test_exported_deltas_lead_from_one_whole_export_to_the_next(versions: Path) -> None:
+    first, last = versions / "models" / "a", versions / "models" / "d"
+    described = [read_version(versions / "models" / name) for name in "abcd"]
+    assert [each.sequence for each in described] == [1, 2, 3, 4] and [each.step for each in described] == [3, 6, 9, 9]
+    assert [each.base for each in described] == [None, described[0].identity, described[1].identity, None]
+    manifest = read_manifest(first)
+    assert len(manifest.shards) > 1
+    program, weights = weights_of(first)
+    for name in "bc":
+        delta, changes = read_delta(versions / "models" / name)
+        exchange(changes, weights)
+        assert require_sample(first, manifest, program, delta.outputs) < 1e-6
+        with pytest.raises(UserError, match="scores otherwise here than where it was exported"):
+            require_sample(first, manifest, program)
+    whole = weights_of(last)[1]
+    assert weights.keys() == whole.keys() and len(whole) == 1 + len(manifest.shards)
+    assert all(bits(dict(weights[file])) == bits(dict(whole[file])) for file in whole)
+
+
+def test_a_delta_of_what_it_cannot_follow_is_refused(versions: Path, tmp_path: Path) -> None:
+    run, models = find_trained_run(versions / "run", None), versions / "models"
+    for name, text in (
+        ("a", "is version . already: give --delta-since .*, or export the run whole"),
+        ("missing", "does not exist"),
+    ):
+        with pytest.raises(UserError, match=text):
+            export_delta(run, models / "g", models / name)
+        assert not (models / "g").exists() and not list(models.glob(".*"))
+    alone = tmp_path / "alone" / "c"
+    alone.mkdir(parents=True)
+    for file in (models / "c").iterdir():
+        (alone / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(UserError, match="changes the version 2-.*, which is not in .*: copy it there"):
+        export_delta(run, tmp_path / "e", alone)
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in models.joinpath("a").rglob("*"):
+        target = other / file.relative_to(models / "a")
+        target.mkdir() if file.is_dir() else target.write_bytes(file.read_bytes())
+    values = json.loads((other / "manifest.json").read_text())
+    for change, text in (
+        ({"config_checksum": "0"}, "from a run with other sections model, embedding or task"),
+        ({"versions": {"torch": "1.0"}}, "has programs of torch 1.0; export the run whole"),
+    ):
+        (other / "manifest.json").write_text(json.dumps({**values, **change}))
+        with pytest.raises(UserError, match=text):
+            export_delta(run, tmp_path / "e", other)
+    done = command(
+        "export", versions / "run", "--output", models / "g", "--delta-since", models / "d", "--compile", code=2
+    )
+    assert "leave --precision" in done.stderr.replace("\n", " ")
+
+
+@pytest.mark.parametrize("name", ["rows.npz", "delta.json"])
+def test_a_delta_with_another_byte_is_refused(name: str, versions: Path, tmp_path: Path) -> None:
+    for file in (versions / "models" / "b").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    content = (tmp_path / name).read_bytes()
+    for place in np.linspace(0, len(content) - 2, 25).astype(int).tolist():
+        (tmp_path / name).write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        with pytest.raises(UserError, match=r"is damaged|cannot be read|is no description|has format"):
+            read_delta(tmp_path)
+    (tmp_path / name).write_bytes(content[:-20])
+    with pytest.raises(UserError):
+        read_delta(tmp_path)
+
+
+def test_of_two_exporters_at_once_one_writes_the_delta(versions: Path) -> None:
+    run, models = find_trained_run(versions / "run", None), versions / "models"
+    outcomes: dict[str, object] = {}
+
+    def work(name: str) -> None:
+        try:
+            outcomes[name] = export_delta(run, models / name, models / "d").manifest.sequence
+        except UserError as error:
+            outcomes[name] = str(error)
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in ("e", "f")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (late,) = [name for name, outcome in outcomes.items() if outcome != 5]
+    assert "is version 5 already: give --delta-since" in str(outcomes[late])
+    assert not (models / late).exists() and not list(models.glob(".*"))
