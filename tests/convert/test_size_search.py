@@ -251,6 +251,7 @@ def check_result(config: Path, output: Path, budget: int) -> None:
         (["--budget", "20kB", "--try", "embedding.default.data_type=fp16,int8"],
          "--try embedding.default.data_type=fp16,int8: 1 mistake in"),
         (["--budget", "20kB", "--try", "train.sparse_optimizer.name=sgd"], "--try .*: table .* is trained by 'sgd'"),
+        (["--budget", "20kB", "--try", "data.validation=test"], "--try .*: it changes data or task, and tables are"),
         (["embedding.default.threshold=1000", "--budget", "20kB"],
          "embedding.default.threshold is 1000 ids, and the largest table .* has 1000; lower the threshold"),
         (["data.validation=null", "--budget", "20kB"], "data.validation is null, .*; name a split"),

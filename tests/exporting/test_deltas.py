@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from distembed.base.errors import UserError
 from distembed.composition import COMPOSITIONS
 from distembed.serving.export.export_delta import SavedWeights, changed_rows, export_delta
+from distembed.serving.export.export_run import config_checksum
 from distembed.serving.export.parity import made_up_batch
 from distembed.serving.export.programs import save_program
 from distembed.serving.export.table_groups import ExportStorage, Materialise
@@ -28,6 +29,7 @@ from distembed.serving.model_folder.manifest import Precision
 from distembed.serving.model_folder.programs import load_program, load_programs
 from distembed.serving.model_folder.reading import read_manifest, require_sample
 from distembed.serving.model_folder.versions import read_version
+from distembed.training.config import load_config
 from distembed.training.trained_run import find_trained_run
 from tests.exporting.test_programs import click_model, schema, scored, tables
 from tests.exporting.test_recommenders import exported as recommending
@@ -190,6 +192,27 @@ def test_a_delta_of_what_it_cannot_follow_is_refused(versions: Path, tmp_path: P
         "export", versions / "run", "--output", models / "g", "--delta-since", models / "d", "--compile", code=2
     )
     assert "leave --precision" in done.stderr.replace("\n", " ")
+
+
+def test_rows_of_ids_that_training_changes_are_refused(tmp_path: Path) -> None:
+    """Where they are part of the program; the vector of each id is a weight."""
+    run = trained_run(tmp_path, embedding={"default": {"partition": "clustered", "threshold": 5}})
+    for materialise in ("never", "always"):
+        exported(run, tmp_path / materialise / "a", materialise=materialise)
+    with pytest.raises(UserError, match=r"partition is clustered: re-clustering changes the rows of its ids"):
+        export_delta(find_trained_run(run, None), tmp_path / "never" / "b", tmp_path / "never" / "a")
+    export_delta(find_trained_run(run, None), tmp_path / "always" / "b", tmp_path / "always" / "a")
+
+
+def test_other_assignments_of_ids_are_another_config(tmp_path: Path) -> None:
+    (tmp_path / "rows.parquet").write_bytes(b"1")
+    (tmp_path / "config.yaml").write_text("model: {name: dlrm}\nembedding: {default: {partition: naive}}\n")
+    explicit = ["embedding.default.partition=explicit", f"embedding.default.assignments={tmp_path / 'rows.parquet'}"]
+    config = load_config(tmp_path / "config.yaml", explicit)
+    before = config_checksum(config)
+    assert config_checksum(config) == before
+    (tmp_path / "rows.parquet").write_bytes(b"2")
+    assert config_checksum(config) != before
 
 
 @pytest.mark.parametrize("name", ["rows.npz", "delta.json"])

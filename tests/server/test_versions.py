@@ -4,6 +4,7 @@ import asyncio
 import json
 import shutil
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,37 @@ def test_damaged_versions_are_refused_and_tried_again(
     shutil.rmtree(tmp_path / "2-delta")
     copy(made, tmp_path, "2-delta")
     assert followed.take() == 2 and scores(followed.model) == expected[2]
+
+
+def test_an_export_of_another_model_is_refused(made: Path, tmp_path: Path) -> None:
+    followed = Followed(made, tmp_path)
+    copy(made, tmp_path, "4-whole")
+    file = tmp_path / "4-whole" / "manifest.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "model": "another"}))
+    assert followed.take() == 1 and "is an export of another model" in followed.follower.refused["4-whole"]
+
+
+@pytest.mark.parametrize("error", [MemoryError, OSError, RuntimeError])
+@pytest.mark.parametrize("name", ["read_delta", "exchange"])
+def test_errors_that_may_pass_are_listed_and_tried_again(
+    name: str, error: type[Exception], made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    followed = Followed(made, tmp_path)
+    copy(made, tmp_path, "2-delta")
+    with monkeypatch.context() as failing:
+
+        def fail(*_: object) -> None:
+            raise error("for a while")
+
+        failing.setattr(serving_versions, name, fail)
+        assert [followed.take(), followed.take()] == [1, 1]
+        assert followed.follower.refused == {"2-delta": f"{error.__name__}: for a while"} and len(followed.said) == 1
+    assert followed.take() == 1
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + serving_versions.RETRY_SECONDS)
+    assert followed.take() == 2
+    followed.take()
+    assert followed.follower.refused == {}
 
 
 def test_a_delta_that_scores_otherwise_is_put_back(made: Path, expected: dict[int, list[float]]) -> None:

@@ -80,6 +80,11 @@ def find_combinations(
             try:
                 tried = load_config(config_file, [*overrides, *(override for _, override in values)])
                 require_trainable(tried, tried.data.require_path())
+                if (tried.data, tried.task) != (config.data, config.task):
+                    raise UserError(
+                        "it changes data or task, and tables are compared on the same rows and labels; give settings "
+                        "of embedding, model or train."
+                    )
                 tables = SearchedTables.of(tried)
             except UserError as error:
                 if tries is not None:

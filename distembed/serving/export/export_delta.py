@@ -80,7 +80,7 @@ def export_delta(run: TrainedRun, output: Path, since: Path) -> ExportedDelta:
         trained = load_whole_model(in_float32(run), torch.device("cpu"))
         model = exportable(trained, run.manifest, manifest.recommends.num_best if manifest.recommends else 1)
         assert not isinstance(model, TowerModel)
-        _require_fixed_ids(model.tables, exported)
+        _require_fixed_ids(model.tables, exported, manifest)
         modules = _programs(model, manifest)
         earlier = [change for version in chain[1:] for change in read_delta(version.folder)[1]]
         changes: list[RowChange] = []
@@ -125,10 +125,10 @@ def _require_same_programs(run: TrainedRun, exported: Path, manifest: ExportMani
             "task.name=retrieval has no deltas: a step of the item's tower changes the vectors of all items, which the "
             f"export holds; {_WHOLE}."
         )
-    if manifest.config_checksum != config_checksum(run):
+    if manifest.config_checksum != config_checksum(run.config):
         raise UserError(
-            f"{exported} was exported from a run with other sections model, embedding or task, or by an earlier "
-            f"distembed; {_WHOLE}."
+            f"{exported} was exported from a run with other sections model, embedding or task, or other assignments, "
+            f"or by an earlier distembed; {_WHOLE}."
         )
     kept = exported / KEPT_FOLDER
     if not has_same_ids(kept, Manifest.load(kept), run.dataset, run.manifest):
@@ -137,9 +137,17 @@ def _require_same_programs(run: TrainedRun, exported: Path, manifest: ExportMani
         raise UserError(f"{exported} has programs of torch {manifest.versions.get('torch')}; {_WHOLE}.")
 
 
-def _require_fixed_ids(tables: Sequence[CompositionalEmbeddingConfig], exported: Path) -> None:
-    """Refuses managed ids, whose slots are constants of a program and change in training."""
+def _require_fixed_ids(
+    tables: Sequence[CompositionalEmbeddingConfig], exported: Path, manifest: ExportManifest
+) -> None:
+    """Refuses tables whose slots or rows of ids are constants of a program and change in training."""
+    forms = {table.name: table.form for table in manifest.tables}
     for table in tables:
+        if table.scheme.state and forms.get(table.name) == "compositional":
+            raise UserError(
+                f"embedding.tables.{table.name}.partition is {table.scheme.name}: re-clustering changes the rows of "
+                f"its ids, which are part of the program in {exported} and which deltas leave as they are; {_WHOLE}."
+            )
         if table.managed is not None:
             raise UserError(
                 f"embedding.tables.{table.name}.ids is managed: the slots of its ids change in training, and are part "

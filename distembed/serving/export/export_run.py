@@ -30,7 +30,7 @@ from distembed.data.dataset.schema import ITEM
 from distembed.data.prepare.staging import staged_folder
 from distembed.data.reader import Batch
 from distembed.data.table.vocabulary import reserved_ids
-from distembed.embedding import CompositionalEmbeddingConfig
+from distembed.embedding import CompositionalEmbeddingConfig, assignment_checksums
 from distembed.serving.export.feature_vectors import PlainFeature, plain_inputs
 from distembed.serving.export.parity import (
     ParityCheck,
@@ -67,6 +67,7 @@ from distembed.serving.model_folder.programs import Program, load_programs
 from distembed.serving.model_folder.versions import newest_version, numbering_versions
 from distembed.serving.whole_model import WholeModel, load_whole_model
 from distembed.tasks import NextItemConfig, RankingConfig, RetrievalConfig
+from distembed.training.config import Config
 from distembed.training.trained_run import TrainedRun
 
 NETWORK = "network.pt2"
@@ -190,7 +191,7 @@ def export_run(run: TrainedRun, output: Path, options: ExportOptions, data: str 
             versions={"distembed": __version__, "torch": torch.__version__},
             checksums={},
             recommends=model.recommends,
-            config_checksum=config_checksum(run),
+            config_checksum=config_checksum(run.config),
             towers=towers,
             index=index,
         )
@@ -223,10 +224,12 @@ def export_run(run: TrainedRun, output: Path, options: ExportOptions, data: str 
     return manifest
 
 
-def config_checksum(run: TrainedRun) -> str:
-    """Returns a checksum of the sections of a run's config that decide how its programs compute."""
-    sections = [dataclasses.asdict(section) for section in (run.config.model, run.config.embedding, run.config.task)]
-    return checksum_of(json.dumps(sections, sort_keys=True, default=str).encode())
+def config_checksum(config: Config) -> str:
+    """Returns a checksum of the sections of a config, and of its files of assignments, that decide its programs."""
+    decisive = [dataclasses.asdict(section) for section in (config.model, config.embedding, config.task)]
+    if assignments := assignment_checksums(config.embedding):
+        decisive.append(assignments)
+    return checksum_of(json.dumps(decisive, sort_keys=True, default=str).encode())
 
 
 def in_float32(run: TrainedRun) -> TrainedRun:

@@ -54,7 +54,7 @@ class Version:
 
 def read_version(folder: Path) -> Version:
     """Returns the version in a folder; a :class:`UserError` where it holds none, or a damaged one."""
-    if (folder / DELTA_NAME).exists():
+    if os.path.exists(folder / DELTA_NAME):
         delta = read_delta_manifest(folder)
         return Version(folder, delta.sequence, _identity(folder / DELTA_NAME), delta.step, delta.base)
     manifest = read_manifest(folder)
@@ -69,7 +69,9 @@ def version_folders(parent: Path) -> list[Path]:
     """Returns the folders in ``parent`` that may hold versions, by name; folders being written have hidden names."""
     try:
         folders = [folder for folder in parent.iterdir() if not folder.name.startswith(".")]
-        return sorted(each for each in folders if any((each / name).is_file() for name in (DELTA_NAME, MANIFEST_NAME)))
+        return sorted(
+            each for each in folders if any(os.path.isfile(each / name) for name in (DELTA_NAME, MANIFEST_NAME))
+        )
     except OSError as error:
         raise UserError(f"the folder of versions {parent} cannot be read: {error}; name another.") from error
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -38,6 +39,8 @@ from distembed.serving.server.batching import Batcher
 from distembed.serving.server.scoring import RowRequest, Scorer, Scores
 
 POLL_SECONDS = 1.0
+RETRY_SECONDS = 30.0
+"""Seconds after which a version is tried again that could not be read, or for which memory was missing."""
 _log = logging.getLogger(__name__)
 Stamp = tuple[tuple[str, int, int], ...]
 
@@ -118,7 +121,8 @@ class VersionFollower:
     """Finds the next version of a model in a folder of whole exports and deltas.
 
     The newest whole export goes first, then the delta that changes the served version. Damaged versions, and deltas of
-    versions that are not there, are refused with a line in the log; a folder is tried again once its files changed.
+    versions that are not there, are refused with a line in the log; a folder is tried again once its files changed, and
+    after :data:`RETRY_SECONDS` where the error may pass.
 
     Attributes:
         refused: The reason of each refused version, by the name of its folder.
@@ -128,6 +132,7 @@ class VersionFollower:
         self._folder, self._model, self._most_rows, self._say = folder, model, most_rows, say
         self._known: dict[Path, tuple[Stamp, Version | None]] = {}
         self._tried: dict[Path, Stamp] = {}
+        self._retry_at: dict[Path, float] = {}  # on time.monotonic
         self.refused: dict[str, str] = {}
         version_folders(folder)
 
@@ -150,8 +155,8 @@ class VersionFollower:
         began = time.perf_counter()
         try:
             new.take()
-        except UserError as error:
-            self._refuse(new.version.folder, str(error))
+        except Exception as error:
+            self._failed(new.version.folder, error)
             return
         self._say(f"version {new.version}: {new.text} in {1e3 * (time.perf_counter() - began):.0f} ms")
 
@@ -169,8 +174,8 @@ class VersionFollower:
             self._tried[version.folder] = self._known[version.folder][0]
             try:
                 return self._read_whole(version) if version.base is None else self._read_delta(version)
-            except (UserError, OSError) as error:
-                self._refuse(version.folder, str(error))
+            except Exception as error:
+                self._failed(version.folder, error)
         for version in deltas:
             if version.base != served.identity:
                 self._refuse(version.folder, _does_not_follow(version, served))
@@ -178,22 +183,35 @@ class VersionFollower:
 
     def _versions(self) -> list[Version]:
         """Returns the versions in the folder; reads the files of those folders that changed since the last call."""
-        folders = version_folders(self._folder)
-        self._known = {folder: each for folder, each in self._known.items() if folder in folders}
+        folders = dict.fromkeys(version_folders(self._folder))
+        for kept in (self._known, self._tried, self._retry_at):
+            for gone in kept.keys() - folders.keys():
+                del kept[gone]
         self.refused = {name: reason for name, reason in self.refused.items() if self._folder / name in folders}
         for folder in folders:
             stamp = _stamp(folder)
-            if self._known.get(folder, ((), None))[0] == stamp:
+            is_due = time.monotonic() >= self._retry_at.get(folder, math.inf)
+            is_changed = self._known.get(folder, ((), None))[0] != stamp
+            if not is_due and not is_changed:
                 continue
-            self.refused.pop(folder.name, None)
+            if is_changed:
+                self.refused.pop(folder.name, None)
+            self._tried.pop(folder, None)
+            self._retry_at.pop(folder, None)
             try:
                 self._known[folder] = (stamp, read_version(folder))
-            except (UserError, OSError) as error:
+            except Exception as error:
                 self._known[folder] = (stamp, None)
-                self._refuse(folder, str(error))
+                self._failed(folder, error)
         return [version for _, version in self._known.values() if version is not None]
 
     def _read_whole(self, version: Version) -> NewVersion:
+        own, served = _kind(read_manifest(version.folder)), _kind(self._model.manifest)
+        if own != served:
+            raise UserError(
+                f"{version.folder} is an export of another model: its task, model and outputs are {own}, and {served} "
+                "is served; give each model a folder of its own"
+            )
         loaded = LoadedVersion.load(version.folder, self._most_rows)
         return NewVersion(version, lambda: self._model.replace(loaded), f"the whole export {version.folder}")
 
@@ -209,10 +227,20 @@ class VersionFollower:
         text = f"the delta {version.folder}, {format_bytes(num_bytes)} of rows,"
         return NewVersion(version, lambda: self._model.change(version, delta, changes), text)
 
+    def _failed(self, folder: Path, error: Exception) -> None:
+        """Refuses a version for an error; one of the machine, and not of the files' content, may pass."""
+        if not isinstance(error, UserError) or isinstance(error.__cause__, OSError):
+            self._retry_at[folder] = time.monotonic() + RETRY_SECONDS
+        self._refuse(folder, str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}")
+
     def _refuse(self, folder: Path, reason: str) -> None:
         if self.refused.get(folder.name) != reason:
             self.refused[folder.name] = reason
             self._say(f"refused {folder}: {reason}")
+
+
+def _kind(manifest: ExportManifest) -> str:
+    return f"{manifest.task}, {manifest.model} and {', '.join(manifest.network.outputs)}"
 
 
 def _does_not_follow(version: Version, served: Version) -> str:
