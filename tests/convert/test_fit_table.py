@@ -6,6 +6,7 @@ import torch
 from distembed.base.errors import UserError
 from distembed.composition import COMPOSITIONS, TensorTrain
 from distembed.embedding.config import CompositionalEmbeddingBagConfig
+from distembed.embedding.settings import ManagedConfig
 from distembed.partitions import PARTITIONS, Explicit, MixedRadix, Partition, QuotientRemainder
 from distembed.serving.convert import fit_table, full_vectors
 from distembed.serving.convert.tables import carried_sums
@@ -196,6 +197,13 @@ def test_frequent_ids_come_nearer_when_they_weigh_more(composition: str) -> None
 def test_compositions_without_a_fit_are_refused_by_name(composition: str) -> None:
     with pytest.raises(UserError, match=rf"table 't' has composition '{composition}'.*product, sum, concat"):
         fit_table(table_of(scheme_of("quotient_remainder"), composition), drawn()[0])
+
+
+def test_managed_ids_are_refused_both_ways() -> None:
+    table = table_of(PARTITIONS["naive"](N), "product", ids=ManagedConfig(size=N))
+    for convert in (lambda: fit_table(table, drawn()[0]), lambda: full_vectors(table, [drawn()[0]])):
+        with pytest.raises(UserError, match="table 't' has managed ids.*leave embedding.tables.t.ids out"):
+            convert()
 
 
 def test_wrong_vectors_and_counts_are_refused() -> None:

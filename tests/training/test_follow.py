@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from confluent_kafka import Producer
 
-from distembed.base.errors import RunError, UserError
+from distembed.base.errors import RunError, TemporaryFailure, UserError
 from distembed.data.stream.folder import FolderSource
 from distembed.data.stream.journal import Journal
 from distembed.data.table.schema import TableSchema
@@ -233,6 +233,32 @@ def test_a_journal_drops_the_line_that_a_killed_process_has_not_finished(tmp_pat
     assert Journal(tmp_path).pieces == journal.pieces
     Journal(tmp_path).add([{"file": "d"}])
     assert [piece["file"] for piece in Journal(tmp_path).pieces] == ["a", "b", "d"]
+
+
+def test_a_read_error_that_may_pass_keeps_the_file_for_a_resumed_run(config: Path, tmp_path: Path) -> None:
+    source, run = write_files(tmp_path / "rows", draw_rows(200), 2), tmp_path / "run"
+    (source / "part-2.jsonl").symlink_to("/proc/self/mem")  # a regular file, whose reading is an input/output error
+    with pytest.raises(TemporaryFailure, match=r"part-2.jsonl cannot be read now: Input/output error.*--resume"):
+        follow(config, source, run)
+    (source / "part-2.jsonl").unlink()
+    (source / "part-2.jsonl").touch()  # of equal size, as when the disk answers again
+    follow(config, source, run, "--resume")
+    follow(config, source, tmp_path / "whole")
+    require_equal(run, tmp_path / "whole")
+    assert "bad_files" not in metrics(run, "train")[-1]
+
+
+def test_a_resumed_run_needs_its_journal_and_its_topic(config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with kafka_broker() as (address, producer):
+        for topic in ("clicks", "views"):
+            send(producer, topic, draw_rows(200))
+        follow(config, f"kafka://{address}/clicks", run, "--max-rows", "64")
+        with pytest.raises(UserError, match="has read the topic 'clicks', and data.stream.source names 'views'"):
+            follow(config, f"kafka://{address}/views", run, "--max-rows", "128", "--resume")
+        (run / "stream.jsonl").unlink()
+        with pytest.raises(UserError, match=r"stream.jsonl lists 0 pieces .* is in piece 1; put the file back"):
+            follow(config, f"kafka://{address}/clicks", run, "--max-rows", "128", "--resume")
 
 
 def test_errors_say_what_to_do(config: Path, tmp_path: Path) -> None:

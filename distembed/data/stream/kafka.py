@@ -82,6 +82,11 @@ class KafkaSource:
                     f"--resume: the run has read {dict(piece)}, which is of no topic, and data.stream.source is now "
                     f"{KAFKA}{self._brokers}/{self._topic}; give the source that the run was started with."
                 )
+            if (topic := piece.get("topic", self._topic)) != self._topic:
+                raise UserError(
+                    f"--resume: the run has read the topic {topic!r}, and data.stream.source names {self._topic!r}; "
+                    "give the topic that the run was started with, or start a new run."
+                )
             self._next[piece["partition"]] = piece["stop"]
 
     def new_pieces(self) -> list[Piece]:
@@ -98,7 +103,7 @@ class KafkaSource:
                     )
                 if start < high:
                     stop = min(high, start + _MOST_MESSAGES)
-                    pieces.append({"partition": partition, "start": start, "stop": stop})
+                    pieces.append({"topic": self._topic, "partition": partition, "start": start, "stop": stop})
         except confluent_kafka.KafkaException as error:
             self._require_answer(error)
             return []

@@ -21,7 +21,7 @@ from distembed.data.dataset.config import DataConfig
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.reader.batch import Batch, BatchAssembler
 from distembed.data.reader.reader import Prefetcher
-from distembed.data.stream.journal import Journal
+from distembed.data.stream.journal import JOURNAL, Journal
 from distembed.data.stream.rows import Position, Step, StreamRows
 from distembed.data.stream.source import open_source
 from distembed.data.table.encoder import RowEncoder
@@ -131,8 +131,13 @@ class StreamReader:
         source = open_source(self._config, self._raw_schema)
         try:
             encoder = RowEncoder(self._folder, self._manifest, TableParser(self._raw_schema).layout)
-            start = self._positions[-1]
-            rows = StreamRows(source, Journal(self._run), encoder, self._config, self._batch_size, start)
+            start, journal = self._positions[-1], Journal(self._run)
+            if start.rows and start.piece >= len(journal.pieces):
+                raise UserError(
+                    f"--resume: {self._run / JOURNAL} lists {len(journal.pieces)} pieces of the stream, and the "
+                    f"checkpoint is in piece {start.piece + 1}; put the file back, or start a new run."
+                )
+            rows = StreamRows(source, journal, encoder, self._config, self._batch_size, start)
             yield from rows.steps()
         finally:
             source.close()

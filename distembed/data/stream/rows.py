@@ -12,13 +12,14 @@ A step waits for its last row. Only the last step of a stream that has ended may
 from __future__ import annotations
 
 import dataclasses
+import errno
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from distembed.base.errors import UserError
+from distembed.base.errors import TemporaryFailure, UserError
 from distembed.base.units import enumerate_names
 from distembed.data.dataset.config import StreamConfig
 from distembed.data.dataset.records import RecordBlock
@@ -29,6 +30,8 @@ from distembed.data.table.encoder import RowEncoder
 
 _TICK_SECONDS = 0.5
 _MOST_EXAMPLES = 5
+_ERRORS_OF_FILES = (None, errno.ENOENT, errno.EINVAL)
+"""The ``errno`` of system errors that another try repeats: Arrow gives none to damaged files."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,7 @@ class StreamRows:
 
         Raises:
             UserError: No row came at all, or too many are malformed.
-            TemporaryFailure: The source does not answer.
+            TemporaryFailure: The source does not answer, or the system cannot read a file.
         """
         self._source.restore(self._journal.pieces)
         counts = Counter(self._start.before)
@@ -191,6 +194,12 @@ class StreamRows:
                 num_lines += block.num_lines
                 yield block
         except UserError as error:
+            cause = error.__cause__
+            if isinstance(cause, OSError) and cause.errno not in _ERRORS_OF_FILES:
+                raise TemporaryFailure(
+                    f"{place} cannot be read now: {cause.strerror or cause}; see to it, or move the file away, and "
+                    "--resume."
+                ) from error
             counts["bad_files"] += 1
             self._notes.append(f"malformed: the rest of {place} is left out after {num_lines} rows: {error}")
             most = self._config.max_bad_files

@@ -115,6 +115,7 @@ def fit_table(
 
 def require_fit(table: CompositionalEmbeddingConfig) -> None:
     """Raises a :class:`UserError` where a table's partitions cannot be fitted to full vectors."""
+    _require_fixed_ids(table)
     name, num_partitions = table.combine.name, len(table.scheme.num_rows)
     if num_partitions > 1 and name not in _FITS:
         why = (
@@ -125,6 +126,15 @@ def require_fit(table: CompositionalEmbeddingConfig) -> None:
         raise UserError(
             f"table {table.name!r} has composition {name!r}, which {why}; convert to {', '.join(_FITS)}, or train it "
             "from initial weights."
+        )
+
+
+def _require_fixed_ids(table: CompositionalEmbeddingConfig) -> None:
+    """Raises a :class:`UserError` where a table gives slots to its ids in training."""
+    if table.managed is not None:
+        raise UserError(
+            f"table {table.name!r} has managed ids, whose slots no full table gives; leave embedding.tables."
+            f"{table.name}.ids out, or train it from initial weights."
         )
 
 
@@ -208,8 +218,9 @@ def full_vectors(table: CompositionalEmbeddingConfig, weights: Sequence[Tensor])
     Where the table hashes its ids (``pre_hash``), row i has the vector of the hashed id i.
 
     Raises:
-        UserError: Its ids have several vectors each, which no stock table has.
+        UserError: Its ids have several vectors each, which no stock table has, or it has managed ids.
     """
+    _require_fixed_ids(table)
     if table.num_vectors > 1:
         raise UserError(
             f"table {table.name!r} has composition {table.combine.name!r}, which gives an id {table.num_vectors} "
