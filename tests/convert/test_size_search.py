@@ -103,6 +103,15 @@ def test_curvatures_are_mean_squared_gradients_of_rows(config: Path, tmp_path: P
     assert trained.curvature.allclose(expected, rtol=1e-3, atol=1e-12)
 
 
+def test_costs_are_of_one_checkpoint(config: Path, tmp_path: Path) -> None:
+    settings = ["train.epochs=9", "embedding.default.partition=naive", "--run-dir", tmp_path / "full"]
+    call("train", config, "train.max_steps=1", *settings)
+    identity = TrainedTables(tmp_path / "full").identity
+    assert TrainedTables(tmp_path / "full").identity == identity
+    call("train", config, "train.max_steps=2", *settings, "--resume")
+    assert TrainedTables(tmp_path / "full").identity != identity
+
+
 def searched(config: Path, *overrides: str) -> SearchedTables:
     return SearchedTables.of(load_config(config, list(overrides)))
 
@@ -175,6 +184,11 @@ ROW_WISE = "train.sparse_optimizer.name=row_wise_adagrad"
         ([], [""], ["given"]),
         (
             [],
+            [f"embedding.default.embedding_dim=4 {ROW_WISE}"] * 2 + [f"train.batch_size=4 {ROW_WISE}"],
+            ["given", "4,row_wise_adagrad", "batch_size=4,name=row_wise_adagrad"],
+        ),
+        (
+            [],
             ["embedding.default.embedding_dim=8,12 " + ROW_WISE],
             ["given", "8,row_wise_adagrad", "12,row_wise_adagrad"],
         ),
@@ -190,7 +204,7 @@ def test_combinations_are_products_of_values_beside_the_config_as_given(
     for own in found[1:]:
         made = own.tables.config
         assert made.train.sparse_optimizer.name == "row_wise_adagrad"
-        assert own.name.startswith(f"{made.embedding.default.embedding_dim},")
+        assert own.name.startswith((f"{made.embedding.default.embedding_dim},", "batch_size=4,"))
 
 
 @pytest.mark.thorough

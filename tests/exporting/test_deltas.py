@@ -27,7 +27,7 @@ from distembed.serving.model_folder.deltas import (
 )
 from distembed.serving.model_folder.manifest import Precision
 from distembed.serving.model_folder.programs import load_program, load_programs
-from distembed.serving.model_folder.reading import read_manifest, require_sample
+from distembed.serving.model_folder.reading import read_manifest, read_sample, require_sample
 from distembed.serving.model_folder.versions import read_version
 from distembed.training.config import load_config
 from distembed.training.trained_run import find_trained_run
@@ -152,7 +152,8 @@ def test_exported_deltas_lead_from_one_whole_export_to_the_next(versions: Path) 
     for name in "bc":
         delta, changes = read_delta(versions / "models" / name)
         exchange(changes, weights)
-        assert require_sample(first, manifest, program, delta.outputs) < 1e-6
+        sample = {**read_sample(first), "outputs": delta.outputs}
+        assert require_sample(first, manifest, program, sample) < 1e-6
         with pytest.raises(UserError, match="scores otherwise here than where it was exported"):
             require_sample(first, manifest, program)
     whole = weights_of(last)[1]
@@ -202,6 +203,14 @@ def test_rows_of_ids_that_training_changes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"partition is clustered: re-clustering changes the rows of its ids"):
         export_delta(find_trained_run(run, None), tmp_path / "never" / "b", tmp_path / "never" / "a")
     export_delta(find_trained_run(run, None), tmp_path / "always" / "b", tmp_path / "always" / "a")
+
+
+def test_an_error_within_a_change_leaves_all_of_its_tensors() -> None:
+    weights: Weights = {FILE: {"codes": torch.zeros(3, 2), "scales": torch.zeros(3, 1)}}
+    change = RowChange(FILE, torch.tensor([1]), {"codes": torch.ones(1, 2), "scales": torch.ones(1, 7)})
+    with pytest.raises(RuntimeError):
+        exchange([change], weights)
+    assert not weights[FILE]["codes"].any() and change.values["codes"].all()
 
 
 def test_other_assignments_of_ids_are_another_config(tmp_path: Path) -> None:

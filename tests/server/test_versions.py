@@ -142,6 +142,39 @@ def test_an_export_of_another_model_is_refused(made: Path, tmp_path: Path) -> No
     assert followed.take() == 1 and "is an export of another model" in followed.follower.refused["4-whole"]
 
 
+@pytest.mark.parametrize("name", ["2-delta", "4-whole"])
+def test_a_folder_that_is_replaced_while_it_is_read_is_read_again(
+    name: str, made: Path, expected: dict[int, list[float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    followed = Followed(made, tmp_path)
+    copy(made, tmp_path, name)
+    read = "read_delta" if name == "2-delta" else "load_programs"
+    content = getattr(serving_versions, read)
+
+    def replacing(folder: Path, *others: object) -> Any:
+        found = content(folder, *others)
+        shutil.rmtree(folder)
+        shutil.copytree(made / "5-delta", folder)
+        return found
+
+    with monkeypatch.context() as replaced:
+        replaced.setattr(serving_versions, read, replacing)
+        assert followed.take() == 1 and scores(followed.model) == expected[1]
+    assert list(followed.follower.refused) == [name]
+    shutil.rmtree(tmp_path / name)
+    copy(made, tmp_path, name)
+    assert followed.take() == int(name[0])
+
+
+def test_another_version_of_the_served_number_is_listed(made: Path, tmp_path: Path) -> None:
+    followed = Followed(made, tmp_path)
+    copy(made, tmp_path, NAMES[0])
+    assert followed.take() == 1 and followed.follower.refused == {}
+    file = tmp_path / NAMES[0] / "manifest.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "step": 4}))
+    assert followed.take() == 1 and "export whole with a later number" in followed.follower.refused[NAMES[0]]
+
+
 @pytest.mark.parametrize("error", [MemoryError, OSError, RuntimeError])
 @pytest.mark.parametrize("name", ["read_delta", "exchange"])
 def test_errors_that_may_pass_are_listed_and_tried_again(
@@ -246,5 +279,7 @@ def test_a_change_waits_for_the_batches_that_are_scored_and_holds_others_back() 
 def test_compiled_programs_do_not_take_deltas(made: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--compiled runs a program with its tables within, which no delta can change"):
         serve(made / NAMES[0], "127.0.0.1", 0, ServerSettings(), print, compiled=True, deltas=tmp_path)
+    with pytest.raises(UserError, match="is a delta, version 2: serve the whole export before it, with --deltas"):
+        LoadedVersion.load(made / "2-delta", 64)
     with pytest.raises(UserError, match="the folder of versions .* cannot be read"):
         VersionFollower(tmp_path / "none", ServedModel(LoadedVersion.load(made / NAMES[0], 64)), 64, print)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from distembed.base.checksums import checksum_of
 from distembed.base.errors import UserError
 from distembed.serving.convert.searched_tables import SearchedTables
 from distembed.training.config import Config, load_config
@@ -21,6 +22,7 @@ from distembed.training.sweeps.axes import parse_axes
 
 _GIVEN = "given"
 """The combination of the config's own settings."""
+_MOST_NAME_CHARACTERS = 150
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,8 @@ def find_combinations(
     for text in default_tries(config) if tries is None else tries:
         axes = parse_axes(text.split(), is_valid)
         for values in itertools.product(*(zip(axis.names, axis.overrides, strict=True) for axis in axes)):
-            name = ",".join(name for name, _ in values)
+            named = [(axis.key, name) for axis, (name, _) in zip(axes, values, strict=True)]
+            name = ",".join(name for _, name in named)
             try:
                 tried = load_config(config_file, [*overrides, *(override for _, override in values)])
                 require_trainable(tried, tried.data.require_path())
@@ -91,8 +94,11 @@ def find_combinations(
                     raise UserError(f"--try {text}: {error}") from error
                 say(f"not tried: {name} ({error})")
                 continue
+            if any(tried.to_yaml() == own.tables.config.to_yaml() for own in found.values()):
+                continue
             if name in found:
-                raise UserError(f"--try {text}: {name} names another combination too; give both settings in both.")
-            if all(tried.to_yaml() != own.tables.config.to_yaml() for own in found.values()):
-                found[name] = Combination(name, tables)
+                name = ",".join(f"{key.rpartition('.')[2]}={name}" for key, name in named)
+            if name in found or len(name) > _MOST_NAME_CHARACTERS:
+                name = f"{name[:_MOST_NAME_CHARACTERS]}-{checksum_of(tried.to_yaml().encode())[:6]}"
+            found[name] = Combination(name, tables)
     return list(found.values())

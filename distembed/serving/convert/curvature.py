@@ -22,8 +22,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from distembed.base.checksums import KEY
 from distembed.base.ranks import Ranks
 from distembed.checkpoints.saved import SavedCheckpoint
+from distembed.checkpoints.store import read_last_file
 from distembed.data.dataset.manifest import Manifest
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.serving.convert.code_weights import squared_gradients
@@ -66,6 +68,9 @@ class TrainedTables:
 
     Args:
         run: The run's folder.
+
+    Attributes:
+        identity: The checksum of the checkpoint, which differs once the run was continued or trained again.
     """
 
     def __init__(self, run: Path) -> None:
@@ -74,6 +79,7 @@ class TrainedTables:
         blueprint = Blueprint.for_ranks(config, schema, Ranks(0, 1, 1, torch.device("cpu")), {})
         self._source = RunAsStock(run, config, blueprint)
         steps = SavedCheckpoint.read(self._source.checkpoint).optimizer_steps
+        self.identity = str(read_last_file(self._source.checkpoint)[KEY])
         # S B^2 / rows, of B rows a step
         self._rate = config.train.batch_size / max(1, steps)
 

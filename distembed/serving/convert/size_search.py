@@ -289,7 +289,9 @@ def _costs(combination: Combination, options: SearchOptions, say: Callable[[str]
     sizes = []
     with file.open("a", encoding="utf-8", buffering=1) as opened:
         for table in combination.tables.tables:
-            candidates = {_key(combination, table, own): (own, size) for own, size in table.candidates()}
+            candidates = {
+                f"{run.identity} {_key(combination, table, own)}": (own, size) for own, size in table.candidates()
+            }
             full, *smaller = candidates
             missing = [key for key in smaller if key not in costs]
             trained = {name: run.table(name, config) for name, config in table.full.items()} if missing else {}
@@ -305,7 +307,7 @@ def _costs(combination: Combination, options: SearchOptions, say: Callable[[str]
 
 
 def _key(combination: Combination, table: SearchedTable, settings: TableConfig) -> str:
-    """Returns the name of a size in the file of costs."""
+    """Returns the name of a size in the file of costs, beside the identity of the run's checkpoint."""
     size = settings.collisions or settings.bounds
     return f"{combination.name} {table.feature.name} {settings.partition} {settings.composition} {size}"
 

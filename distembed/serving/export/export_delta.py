@@ -22,7 +22,6 @@ from jaxtyping import Bool, UInt8
 from torch import Tensor, nn
 
 from distembed.base.errors import UserError
-from distembed.base.files import read_json
 from distembed.base.version import __version__
 from distembed.data.dataset.kept import KEPT_FOLDER, has_same_ids
 from distembed.data.dataset.manifest import Manifest
@@ -37,7 +36,7 @@ from distembed.serving.export.two_towers import TowerModel
 from distembed.serving.model_folder.deltas import DELTA_NAME, RowChange, read_delta, write_delta
 from distembed.serving.model_folder.manifest import DeltaManifest, ExportManifest
 from distembed.serving.model_folder.programs import Program, join_programs
-from distembed.serving.model_folder.reading import SAMPLE_NAME, read_manifest, sample_inputs
+from distembed.serving.model_folder.reading import read_manifest, read_sample, sample_inputs
 from distembed.serving.model_folder.versions import Version, newest_version, numbering_versions, version_chain
 from distembed.serving.whole_model import load_whole_model
 from distembed.training.trained_run import TrainedRun
@@ -159,7 +158,10 @@ def _programs(model: ScoredModel | RecommendingModel, manifest: ExportManifest) 
     """Returns the programs of an export by their files, not traced, with rows that are stored when they are read."""
     forms = {table.name: table.form for table in manifest.tables}
     storages = [ExportStorage(manifest.precision, option, on_demand=True) for option in get_args(Materialise)]
-    storage = next(each for each in storages if all(each.form(table) == forms[table.name] for table in model.tables))
+    of_forms = [each for each in storages if all(each.form(table) == forms.get(table.name) for table in model.tables)]
+    if not of_forms:
+        raise UserError(f"this distembed stores tables of the earlier version in other forms; {_WHOLE}.")
+    storage = of_forms[0]
     if not manifest.shards:
         return {manifest.network.file: model.whole_program(storage).eval()}
     assert isinstance(model, ScoredModel), "other tables are not divided"
@@ -173,9 +175,7 @@ def _programs(model: ScoredModel | RecommendingModel, manifest: ExportManifest) 
 
 def _sample_outputs(exported: Path, manifest: ExportManifest, program: Program) -> dict[str, Any]:
     """Returns the outputs, by name, for the rows in the sample of an export."""
-    inputs = sample_inputs(
-        read_json(exported / SAMPLE_NAME, "copy the folder again, or export the run again"), manifest
-    )
+    inputs = sample_inputs(read_sample(exported), manifest)
     with torch.inference_mode():
         scored = program(*inputs)
     outputs = [scored] if isinstance(scored, Tensor) else list(scored)

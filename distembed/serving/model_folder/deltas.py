@@ -143,30 +143,28 @@ def exchange(changes: Sequence[RowChange], weights: Weights) -> None:
     No second copy of a table is made, and an error leaves the weights as they were. The caller makes sure that no
     program runs meanwhile, and that the changes fit.
     """
-    done: list[RowChange] = []
+    done: list[tuple[RowChange, str]] = []
     try:
         for change in changes:
-            _swap(change, weights[change.program])
-            done.append(change)
+            for name in change.values:
+                _swap(change, name, weights[change.program][name])
+                done.append((change, name))
     except BaseException:
-        for change in done:
-            _swap(change, weights[change.program])
+        for change, name in done:
+            _swap(change, name, weights[change.program][name])
         raise
 
 
-def _swap(change: RowChange, weights: Mapping[str, Tensor]) -> None:
+def _swap(change: RowChange, name: str, weight: Tensor) -> None:
+    values = change.values[name]
     rows = slice(None) if change.rows is None else change.rows
     with torch.no_grad():
-        before = {
-            name: weights[name][rows].clone() if weights[name].dim() else weights[name].clone()
-            for name in change.values
-        }
-        for name, values in change.values.items():
-            if weights[name].dim():
-                weights[name][rows] = values
-            else:
-                weights[name].copy_(values)
-            values.copy_(before[name])
+        before = weight[rows].clone() if weight.dim() else weight.clone()
+        if weight.dim():
+            weight[rows] = values
+        else:
+            weight.copy_(values)
+        values.copy_(before)
 
 
 def loaded_weights(program: Program, manifest: ExportManifest) -> Weights:

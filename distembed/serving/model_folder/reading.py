@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,17 +64,23 @@ def require_unchanged(folder: Path, manifest: ExportManifest) -> None:
             raise UserError(f"{path} is damaged: its checksum differs from the recorded one; {_DAMAGED}.")
 
 
+def read_sample(folder: Path) -> dict[str, Any]:
+    """Returns the inputs of the sample's rows and their ``outputs``; a :class:`UserError` where it cannot be read."""
+    sample: dict[str, Any] = read_json(folder / SAMPLE_NAME, _DAMAGED)
+    return sample
+
+
 def require_sample(
-    folder: Path, manifest: ExportManifest, program: Program, outputs: Mapping[str, Sequence[Any]] | None = None
+    folder: Path, manifest: ExportManifest, program: Program, sample: Mapping[str, Any] | None = None
 ) -> float:
     """Scores the sample and returns the largest difference to the scores on the exporting machine.
 
-    ``outputs`` are these scores where a delta has changed the program; None for the scores in the sample's file.
+    ``sample`` is None for the sample in the file; a delta has other ``outputs`` of it.
 
     Raises:
         UserError: The scores differ by more than rounding.
     """
-    sample: dict[str, Any] = read_json(folder / SAMPLE_NAME, _DAMAGED)
+    sample = read_sample(folder) if sample is None else sample
     with torch.inference_mode():
         scored = program(*sample_inputs(sample, manifest))
     found = [scored] if isinstance(scored, Tensor) else list(scored)
@@ -82,7 +88,7 @@ def require_sample(
     for name, output in zip(manifest.network.outputs, found, strict=True):
         if output.dtype != torch.float32:
             continue
-        recorded = np.array((outputs or sample["outputs"])[name], np.float64)
+        recorded = np.array(sample["outputs"][name], np.float64)
         difference = np.abs(output.numpy() - recorded) / np.maximum(1, np.abs(recorded))
         difference = difference[np.isfinite(recorded)]
         worst = float(np.max(difference, initial=worst))  # NaN is the largest of all
@@ -94,7 +100,7 @@ def require_sample(
     return worst
 
 
-def sample_inputs(sample: dict[str, Any], manifest: ExportManifest) -> list[Tensor]:
+def sample_inputs(sample: Mapping[str, Any], manifest: ExportManifest) -> list[Tensor]:
     """Returns the inputs of the whole program for the rows of the sample."""
     numbers = [name for name in ("dense", "sequences") if name in manifest.network.inputs]
     dtypes = {"values": torch.int64, "lengths": torch.int64, **dict.fromkeys(numbers, torch.float32)}

@@ -108,10 +108,14 @@ def version_chain(folder: Path) -> list[Version]:
 def numbering_versions(parent: Path) -> Iterator[None]:
     """Lets one process at a time number a version in ``parent`` and put it there; other processes wait.
 
-    The lock is on the folder itself. File systems without locks leave it to the user.
+    The lock is on the folder itself. File systems without locks leave it to the user. A :class:`UserError` names a
+    folder that cannot be made or read.
     """
-    parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(parent, os.O_RDONLY)
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(parent, os.O_RDONLY)
+    except OSError as error:
+        raise UserError(f"--output: the folder {parent} cannot be used: {error}; name another.") from error
     try:
         with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -160,12 +160,12 @@ class _Predictor:
             raise HTTPException(400, f"malformed is {malformed!r}; give refuse or null")
         answer = await self._answer(request, content_type)
         if answer.problem is not None:
-            raise HTTPException(422, answer.problem)
+            raise HTTPException(422, answer.problem, {VERSION_HEADER: answer.version})
         self._metrics.bad_rows.inc(len(answer.bad))
         if answer.bad and malformed == "refuse":
             listed = [{"row": bad_row.row, "field": bad_row.field, "reason": bad_row.reason} for bad_row in answer.bad]
             text = f"{len(listed)} rows cannot be scored; mend them, or ask with ?malformed=null"
-            return _json(422, {"error": text, "rows": listed[:_MOST_BAD_ROWS]})
+            return _json(422, {"error": text, "rows": listed[:_MOST_BAD_ROWS]}, {VERSION_HEADER: answer.version})
         self._metrics.rows.inc(len(next(iter(answer.outputs.values()))) - len(answer.bad))
         write = _arrow_body if content_type == ARROW_TYPE else _json_body
         return Response(write(answer.outputs), headers={VERSION_HEADER: answer.version}, media_type=content_type)

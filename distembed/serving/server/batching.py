@@ -151,7 +151,8 @@ class Batcher:
                 waiting.answer.set_result(answer)
 
     async def _score_in_pool(self, requests: Sequence[RowRequest]) -> list[Scores]:
-        await self._may_score.wait()
+        while not self._may_score.is_set():  # a change may begin before this task runs again
+            await self._may_score.wait()
         self._scoring += 1
         self._is_idle.clear()
         try:

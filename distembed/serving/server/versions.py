@@ -16,10 +16,11 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from distembed.base.errors import UserError
 from distembed.base.units import format_bytes
@@ -33,7 +34,7 @@ from distembed.serving.model_folder.deltas import (
 )
 from distembed.serving.model_folder.manifest import DeltaManifest, ExportManifest
 from distembed.serving.model_folder.programs import Program, load_programs
-from distembed.serving.model_folder.reading import read_manifest, require_sample, require_unchanged
+from distembed.serving.model_folder.reading import read_manifest, read_sample, require_sample, require_unchanged
 from distembed.serving.model_folder.versions import Version, read_version, version_folders
 from distembed.serving.server.batching import Batcher
 from distembed.serving.server.scoring import RowRequest, Scorer, Scores
@@ -53,17 +54,26 @@ class LoadedVersion:
     folder: Path  # of the whole export
     manifest: ExportManifest
     program: Program
+    sample: Mapping[str, Any]
     scorer: Scorer
     difference: float
 
     @classmethod
     def load(cls, folder: Path, most_rows: int, compiled: bool = False) -> LoadedVersion:
         """Loads a whole export; a :class:`UserError` where it is damaged or scores otherwise here."""
-        version, manifest = read_version(folder), read_manifest(folder)
+        version = read_version(folder)
+        if version.base is not None:
+            raise UserError(
+                f"{folder} is a delta, version {version.sequence}: serve the whole export before it, with --deltas "
+                f"{folder.resolve().parent}."
+            )
+        manifest = read_manifest(folder)
         require_unchanged(folder, manifest)
-        program = load_programs(folder, manifest, compiled)
-        difference = require_sample(folder, manifest, program)
-        return cls(version, folder, manifest, program, Scorer(folder, manifest, program, most_rows), difference)
+        program, sample = load_programs(folder, manifest, compiled), read_sample(folder)
+        difference = require_sample(folder, manifest, program, sample)
+        scorer = Scorer(folder, manifest, program, most_rows)
+        _require_same(version)
+        return cls(version, folder, manifest, program, sample, scorer, difference)
 
 
 class ServedModel:
@@ -94,9 +104,10 @@ class ServedModel:
     def change(self, version: Version, delta: DeltaManifest, changes: Sequence[RowChange]) -> None:
         """Applies a delta that fits; a :class:`UserError` leaves the version as it was."""
         loaded, weights = self._loaded, self.weights
+        sample = {**loaded.sample, "outputs": delta.outputs}
         exchange(changes, weights)
         try:
-            require_sample(loaded.folder, loaded.manifest, loaded.program, delta.outputs)
+            require_sample(loaded.folder, loaded.manifest, loaded.program, sample)
         except BaseException:
             exchange(changes, weights)
             raise
@@ -165,6 +176,8 @@ class VersionFollower:
         served, versions = self._model.version, self._versions()
         for old in (each for each in versions if each.sequence <= served.sequence):
             self.refused.pop(old.folder.name, None)
+            if old.sequence == served.sequence and old.identity != served.identity:
+                self._refuse(old.folder, f"{served} is served; export whole with a later number into this folder")
         newer = [version for version in versions if version.sequence > served.sequence]
         whole = sorted((each for each in newer if each.base is None), key=lambda each: -each.sequence)
         deltas = [each for each in newer if each.base is not None]
@@ -213,6 +226,7 @@ class VersionFollower:
                 "is served; give each model a folder of its own"
             )
         loaded = LoadedVersion.load(version.folder, self._most_rows)
+        _require_same(version)
         return NewVersion(version, lambda: self._model.replace(loaded), f"the whole export {version.folder}")
 
     def _read_delta(self, version: Version) -> NewVersion:
@@ -222,6 +236,7 @@ class VersionFollower:
                 "has the next number"
             )
         delta, changes = read_delta(version.folder)
+        _require_same(version)
         require_fitting(changes, self._model.weights, version.folder)
         num_bytes = sum(tensor.nbytes for change in changes for tensor in change.values.values())
         text = f"the delta {version.folder}, {format_bytes(num_bytes)} of rows,"
@@ -239,6 +254,12 @@ class VersionFollower:
             self._say(f"refused {folder}: {reason}")
 
 
+def _require_same(version: Version) -> None:
+    """Refuses a folder that another version was put into while it was read."""
+    if read_version(version.folder) != version:
+        raise UserError(f"{version.folder} was replaced while it was read; it is read again once it is whole.")
+
+
 def _kind(manifest: ExportManifest) -> str:
     return f"{manifest.task}, {manifest.model} and {', '.join(manifest.network.outputs)}"
 
@@ -253,9 +274,12 @@ def _does_not_follow(version: Version, served: Version) -> str:
 
 
 def _stamp(folder: Path) -> Stamp:
-    """Returns names, sizes and times of a folder's files; a copy that is under way changes them."""
+    """Returns names, sizes and times of a folder's files; a copy that is under way changes them.
+
+    Copies may keep the time of modification, so the time at which the file's status changed is taken.
+    """
     try:
         files = sorted(file for file in folder.rglob("*") if file.is_file())
-        return tuple((file.name, stat.st_size, stat.st_mtime_ns) for file in files for stat in (file.stat(),))
+        return tuple((file.name, stat.st_size, stat.st_ctime_ns) for file in files for stat in (file.stat(),))
     except OSError:  # a file was removed meanwhile
         return ()
