@@ -73,6 +73,7 @@ PROBLEMS = {
         "rmse",
         ("embedding.default.partition=naive",),
         is_loss=True,
+        without=("unified, two hashes, concat",),
     ),
     "beauty sasrec": Problem(
         RECOMMENDERS / "beauty_sasrec.yaml", "beauty", "ndcg@10_of_101", without=("unified, two hashes, concat",)
@@ -127,6 +128,12 @@ def _narrow(number: int, full: Full) -> Settings:
     return _default(embedding_dim=max(4, full.dim - 4 * (number - 1)))
 
 
+def _wider(collisions: int, full: Full) -> Settings:
+    """Returns quotient-remainder products of one and a half times the dimension."""
+    dim = 4 * round(full.dim * 3 / 8)
+    return _default(partition="quotient_remainder", composition="product", collisions=collisions, embedding_dim=dim)
+
+
 def _frequent(*shares: float, ratio: int = 1) -> Method:
     """Returns a method whose number is the count from which ids have rows of their own; others share a row.
 
@@ -171,6 +178,7 @@ METHODS: dict[str, Method] = {
     "fewer dimensions": _narrow,
     "fp16, a state a row": _half(_narrow),
     "fp16, a state a row, quotient-remainder": _half(_scheme("quotient_remainder", "product")),
+    "fp16, a state a row, quotient-remainder, half again the dimension": _half(_wider),
     "frequent ids": _frequent(1),
     "frequent ids, more dimensions for the most frequent": _frequent(0.25, 0.75, ratio=30),
     "fp16, a state a row, frequent ids": _half(_frequent(1)),
