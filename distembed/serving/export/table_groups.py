@@ -152,7 +152,7 @@ class Int8Weight(nn.Module):
 
 
 class RowsOnDemand(nn.Module):
-    """A weight that stores rows when they are read; its rows are those of ``weights``, one after the other.
+    """A weight that stores rows when they are read: the rows of all ``weights``, one weight after the other.
 
     It has no tensors of its own in ``state_dict``. Rows are stored alone as they are stored among others, since each
     row has its own scale and offset.

@@ -228,7 +228,7 @@ class ExportManifest:
 
 @dataclass(frozen=True)
 class ChangedWeight:
-    """A weight of which a delta has new rows.
+    """A weight with new rows in a delta.
 
     Attributes:
         program: File of the program in the exported model.

@@ -1,4 +1,4 @@
-"""What decoders of raw rows share: their interface, the parts of a decoding, and batches of decoded rows."""
+"""Common parts of all decoders of raw rows: interface, parts of a decoding, and batches of decoded rows."""
 
 from __future__ import annotations
 

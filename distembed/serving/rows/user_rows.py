@@ -62,7 +62,7 @@ class QueryItemsRowDecoder(Decoder):
     ``batch_schema`` is the schema of the decoded rows, with the item as a list; ``optional`` names it.
 
     Args:
-        folder: The folder of what an exported model keeps of its dataset.
+        folder: The folder in which an exported model keeps parts of its dataset.
         manifest: Its manifest.
         names: The features of users, categorical and dense, and the item.
         item: The item.
