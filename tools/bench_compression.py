@@ -221,8 +221,10 @@ def fitted(problem: Problem, method: str, full: Full, data: str, budget: int) ->
         for number in _NUMBERS:
             settings = _as_overrides(METHODS[method](number, full) | _default(threshold=threshold))
             size = training_bytes(_config(problem, [data, *settings]))
-            if _LEAST_FILLED * budget <= size <= budget:
-                return settings
+            if size <= budget:
+                if size >= _LEAST_FILLED * budget:
+                    return settings
+                break  # of some methods, much larger numbers mean more bytes again
     return None
 
 
