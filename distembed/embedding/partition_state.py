@@ -51,8 +51,8 @@ class HasPartitionState:
             unexpected_keys[:] = [key for key in unexpected_keys if key not in live]
             differing = [key for key in live if key in state_dict and state_dict[key].shape != live[key].shape]
             error_msgs += [
-                f"{key} has shape {tuple(state_dict[key].shape)}, and that of this model {tuple(live[key].shape)}; "
-                f"give table {table.name!r} the partition settings of the saved model."
+                f"size mismatch for {key}: the shape is {tuple(state_dict[key].shape)}, and in this model "
+                f"{tuple(live[key].shape)}; give table {table.name!r} the partition settings of the saved model."
                 for key in differing
             ]
             if strict:

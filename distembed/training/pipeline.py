@@ -180,10 +180,10 @@ def training_reader(config: Config, ranks: Ranks, run: Path) -> BatchReader | St
     """
     if config.data.stream is not None:
         return StreamReader(config.data, config.train.batch_size, run)
-    return _split_reader(config, ranks)
+    return split_reader(config, ranks)
 
 
-def _split_reader(config: Config, ranks: Ranks, prefetch_batches: int = 4) -> BatchReader:
+def split_reader(config: Config, ranks: Ranks, prefetch_batches: int = 4) -> BatchReader:
     """Returns a reader of the split; with ``prefetch_batches=0`` nothing is made or decoded ahead."""
     return BatchReader(
         config.data.require_path(),
@@ -227,7 +227,7 @@ def keep_batch(config: Config, ranks: Ranks, folder: Path, step: int, loss: floa
     """
     place, rows = f"step {step}", "Look"
     if config.data.stream is None:
-        reader = _split_reader(config, ranks, prefetch_batches=0)
+        reader = split_reader(config, ranks, prefetch_batches=0)
         epoch, batch = divmod(step - 1, reader.batches_per_epoch)
         path = folder / f"not-finite-step-{step}-rank-{ranks.rank}.npz"
         reader.load_state_dict({**reader.state_dict(), "epoch": epoch, "batch": batch})

@@ -89,7 +89,7 @@ def test_unsharded_tables_compose_in_float32_and_round_their_updates(data_type: 
 def copy_up(exact: nn.Module, half: nn.Module) -> dict[str, Tensor]:
     """Gives a float32 module the weights of the other one, and returns them."""
     weights = {name: weight.detach().float().clone() for name, weight in half.named_parameters()}
-    exact.load_state_dict(weights)
+    exact.load_state_dict({**exact.state_dict(), **weights})
     return weights
 
 
@@ -147,10 +147,10 @@ def check_sharded_steps(rank: int, world_size: int, kind: str, name: str, data_t
     for step in range(3):
         case = f"{kind} {name} {data_type} step {step}"
         held = whole_weights(model)
-        exact.load_state_dict({key: value.float() for key, value in held.items()})
+        exact.load_state_dict(held)
         for key, weight in held.items():
             expected = data_type_to_torch(data_type) if "embedding_bags" in key else torch.float32
-            assert weight.dtype == expected, case
+            assert weight.dtype == expected or not weight.is_floating_point(), case
         features = bags.draw(6, "ragged", generator)
         start, stop = 6 * rank // world_size, 6 * (rank + 1) // world_size
         output, values = model(bags.part(features, start, stop))

@@ -27,7 +27,7 @@ from distembed.tasks.base import BatchPosition
 from distembed.training.build import Blueprint, build_training_state
 from distembed.training.config import load_config
 from distembed.training.metrics_window import MetricsWindow
-from distembed.training.pipeline import prepared_batch, training_reader
+from distembed.training.pipeline import prepared_batch, split_reader
 from tests.cuda.must_wait import WAITS, answered, copied_by_torchrec
 from tests.cuda.pretend import CUDA, Refused, pretend_cuda
 from tests.cuda.stand_ins import absent_ranks, stand_in_tables
@@ -124,7 +124,7 @@ def take_steps(
     ranks = Ranks(0, num_ranks, num_ranks, CUDA)
     is_strict, waited, window = False, [], MetricsWindow()
     num_steps = FREE_STEPS + STRICT_STEPS
-    reader = training_reader(config, ranks, prefetch_batches=0)
+    reader = split_reader(config, ranks, prefetch_batches=0)
     with ExitStack() as stack:
         stack.enter_context(absent_ranks(num_ranks))
         blueprint = Blueprint.for_ranks(config, reader.schema, ranks, {"C2": SSE(p0=0.5)})

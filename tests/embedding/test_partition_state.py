@@ -92,7 +92,7 @@ def test_a_loaded_model_gives_the_vectors_of_the_saved_one(change: Any) -> None:
         (trained().state_dict() | {"bags.more": torch.ones(1)}, "Unexpected key.*bags.more"),
         (
             trained().state_dict() | {"bags.bag__assignment": torch.ones(7)},
-            r"bag__assignment has shape \(7,\), and that of this model .*give table 'bag' the partition settings",
+            r"size mismatch for bags.bag__assignment: the shape is \(7,\).*give table 'bag' the partition settings",
         ),
     ],
 )

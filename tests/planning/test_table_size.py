@@ -22,7 +22,7 @@ from distembed.reports.plan.report import assessment_as_json
 from distembed.training.build import Blueprint, TrainingState, build_training_state
 from distembed.training.config import load_config
 from distembed.training.describe import describe
-from distembed.training.pipeline import prepared_batch, training_reader
+from distembed.training.pipeline import prepared_batch, split_reader
 from tests.layouts import replicated_leaves
 from tests.ranks import run_cases
 from tests.small_runs import SIZES, config_values, write_dataset
@@ -82,7 +82,7 @@ def check(rank: int, world_size: int, path: Path, overrides: list[str]) -> None:
     values = assessment_as_json(planned)["kept_by_tables"]
     assert values["training_bytes"] == described.as_json()["embedding_training_bytes"]
 
-    reader = training_reader(config, ranks, prefetch_batches=0)
+    reader = split_reader(config, ranks, prefetch_batches=0)
     state = build_training_state(Blueprint.for_ranks(config, reader.schema, ranks, {}), ranks, num_steps=1)
     batches = (prepared_batch(state.task, batch, None, CPU) for batch in islice(iter(reader), 1))
     assert len(list(state.pipeline.outputs(batches))) == 1  # torch makes its states in the first step
