@@ -127,6 +127,7 @@ class Trainer:
         self._samples = 0
         self._best = BestEvaluation()
         self._evaluated_step: int | None = None
+        self._validated_step = 0
         self._id_counts: dict[str, Tensor] | None = None
         self._seconds = 0.0
         self._rows_in_flight = deque[int]()  # of the steps whose batches the pipeline has taken
@@ -168,7 +169,7 @@ class Trainer:
         Raises:
             Interrupted: Ctrl-C or a signal came; raised after a checkpoint is written.
             RunError: The loss is not finite, or a checkpoint cannot be written.
-            UserError: The place for checkpoints cannot be used.
+            UserError: The place for checkpoints cannot be used, or a stream; in the latter case after a checkpoint.
         """
         self._checkpoints.require_usable()
         if self._ranks.is_first:
@@ -199,7 +200,7 @@ class Trainer:
             while not self.is_finished:
                 end = self._due.next_step(self._step)
                 is_interrupted = self._run_segment(end, stop)
-                failure: RunError | None = None
+                failure: RunError | UserError | None = None
                 if isinstance(self._reader, StreamReader):
                     failure = self._reader.failure
                     if self._reader.is_ended:
@@ -318,8 +319,10 @@ class Trainer:
 
         If evaluations are compared, the evaluation comes first, since the checkpoint stores its outcome; a new best one
         is saved even if no checkpoint is due. Else the checkpoint is written in the background of the evaluation.
-        ``has_evaluated``: a resumed run has recorded the evaluation of this step already, and does not repeat it.
+        ``has_evaluated``: a resumed run has recorded the evaluation of this step already, and does not repeat it. Nor
+        is it repeated where a stream ends after a step at which it was due.
         """
+        has_evaluated = has_evaluated or self._validated_step == self._step > 0
         evaluates_first = self._due.evaluation_before_checkpoint(self._step)
         if evaluates_first and not has_evaluated:
             self._validate()
@@ -357,6 +360,7 @@ class Trainer:
         assert split is not None
         with self._window.pause():
             values = self.evaluate(split)
+        self._validated_step = self._step
         if values:
             self._progress.say(f"{self._at_step}  {split}: {self._state.task.describe(values)}")
         if self._config.train.compares_evaluations:

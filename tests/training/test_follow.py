@@ -90,9 +90,12 @@ def test_a_stream_gives_the_weights_and_the_metrics_of_the_prepared_rows(
 
 def test_messages_of_a_topic_are_rows_too(config: Path, ordered: list[Row], trained: Path, tmp_path: Path) -> None:
     with kafka_broker() as (address, producer):
+        for value in (None, b"", b" \n"):  # malformed rows
+            producer.produce("clicks", value, partition=0)
         send(producer, "clicks", ordered)
         follow(config, f"kafka://{address}/clicks", tmp_path / "run")
     require_equal(tmp_path / "run", trained)
+    assert metrics(tmp_path / "run", "train")[-1]["rejected_rows"] == 3
 
 
 def test_malformed_and_late_rows_are_counted_and_the_rest_is_trained(config: Path, tmp_path: Path) -> None:
@@ -117,17 +120,22 @@ def test_malformed_and_late_rows_are_counted_and_the_rest_is_trained(config: Pat
 
 
 def test_too_many_malformed_rows_end_the_run(config: Path, tmp_path: Path) -> None:
-    source = write_files(tmp_path / "rows", [*draw_rows(900), *({**row, "click": 7} for row in draw_rows(200))], 1)
+    source = write_files(tmp_path / "rows", [*draw_rows(900), *({**row, "click": 7} for row in draw_rows(200))], 2)
     with pytest.raises(UserError, match=r"200 of 1,\d+ rows .* malformed, more than data.stream.max_rejected=0.1"):
-        follow(config, source, tmp_path / "run", "data.stream.max_rejected=0.1")
+        follow(config, source, tmp_path / "run", "data.stream.max_rejected=0.1", "train.checkpoint_every=0")
+    saved = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
+    assert saved == ["step-00000008-interrupted"]  # of the first file's 550 rows
     follow(config, source, tmp_path / "lenient", "data.stream.max_rejected=0.2")
 
 
 def test_a_stream_ends_at_its_rows_and_goes_on(config: Path, tmp_path: Path) -> None:
     source = write_files(tmp_path / "rows", draw_rows(500), 2)
-    follow(config, source, tmp_path / "once", "--max-rows", "384")
-    follow(config, source, tmp_path / "twice", "--max-rows", "192")
-    follow(config, source, tmp_path / "twice", "--max-rows", "384", "--resume")
+    evaluates = "train.evaluate_every=3"
+    follow(config, source, tmp_path / "once", "--max-rows", "384", evaluates)
+    follow(config, source, tmp_path / "twice", "--max-rows", "192", evaluates)
+    follow(config, source, tmp_path / "twice", "--max-rows", "384", evaluates, "--resume")
+    evaluations = [(line["step"], line["split"]) for line in metrics(tmp_path / "once", "eval")]
+    assert evaluations == [(3, "validation"), (6, "validation"), (6, "test")]
     require_equal(tmp_path / "once", tmp_path / "twice")
     assert metrics(tmp_path / "twice", "train")[-1]["samples"] == 384
     with pytest.raises(UserError, match="was trained on a stream; give --follow"):
@@ -280,6 +288,11 @@ def test_errors_say_what_to_do(config: Path, tmp_path: Path) -> None:
 def test_errors_of_a_topic_say_what_to_do(config: Path, tmp_path: Path) -> None:
     with kafka_broker() as (address, producer):
         producer.list_topics("empty", timeout=10)
+        for name in ("auto.offset.reset", "bootstrap.servers"):
+            (tmp_path / "kafka").write_text(f"client.id=us\n{name}=latest\n")
+            properties = f"data.stream.kafka_properties={json.dumps(str(tmp_path / 'kafka'))}"
+            with pytest.raises(UserError, match=f"sets {name}, on which"):
+                follow(config, f"kafka://{address}/empty", tmp_path / "run", properties)
         for topic, error in (("a/b", "give kafka://HOST"), ("missing", "have no topic"), ("empty", "no row came")):
             with pytest.raises(UserError, match=error):
                 follow(config, f"kafka://{address}/{topic}", tmp_path / f"run-{topic[:1]}")

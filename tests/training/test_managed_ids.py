@@ -150,6 +150,11 @@ def test_described_exported_and_predicted(folder: Path, tmp_path: Path) -> None:
     assert "managed ids" in distembed("materialise", folder / "1", "--output", tmp_path / "vectors", code=2).stderr
 
 
+def test_a_run_with_managed_ids_is_not_converted(folder: Path, tmp_path: Path) -> None:
+    said = distembed("convert", folder / "1", "--output", tmp_path / "converted", code=2).stderr
+    assert "has managed ids, which convert and compress do not carry over" in " ".join(said.split())
+
+
 def test_rows_that_slots_share_are_not_private() -> None:
     table = CompositionalEmbeddingConfig("t", 102, 8, ["t"], QuotientRemainder(102, collisions=4))
     rows = np.stack([table.scheme.rows(torch.tensor([slot])).flatten().numpy() for slot in range(102)], axis=1)

@@ -103,7 +103,9 @@ class FolderSource:
                 f"the folder {self._folder} (--follow) is gone; put it back, and --resume."
             ) from error
         except OSError as error:
-            raise UserError(f"the folder {self._folder} (--follow) cannot be read: {error.strerror}.") from error
+            raise TemporaryFailure(
+                f"the folder {self._folder} (--follow) cannot be read: {error.strerror}; see to it, and --resume."
+            ) from error
         return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in found}
 
     def _is_complete(self, name: str, version: tuple[int, Any]) -> bool:

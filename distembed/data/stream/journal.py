@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from distembed.base.errors import UserError
+from distembed.base.errors import TemporaryFailure, UserError
 from distembed.data.stream.source import Piece
 
 JOURNAL = "stream.jsonl"
@@ -32,9 +32,14 @@ class Journal:
             raise UserError(f"{self._path} is damaged ({error}); put back a copy, or start a new run.") from error
 
     def add(self, pieces: Sequence[Piece]) -> None:
-        """Writes further pieces to the disk."""
-        with self._path.open("ab") as file:
-            file.write("".join(f"{json.dumps(dict(piece))}\n" for piece in pieces).encode())
-            file.flush()
-            os.fsync(file.fileno())
+        """Writes further pieces to the disk; a TemporaryFailure where it cannot be written."""
+        try:
+            with self._path.open("ab") as file:
+                file.write("".join(f"{json.dumps(dict(piece))}\n" for piece in pieces).encode())
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise TemporaryFailure(
+                f"{self._path} cannot be written: {error.strerror}; make room, and --resume."
+            ) from error
         self.pieces.extend(pieces)

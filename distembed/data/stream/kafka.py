@@ -36,6 +36,15 @@ _MOST_MESSAGES = 65_536
 _BLOCK_MESSAGES = 4096
 _ANSWER_SECONDS = 5.0
 _GONE_SECONDS = 60.0
+_EXACT = {"enable.auto.commit": False, "auto.offset.reset": "error", "enable.partition.eof": True}
+"""Settings by which each message is read once; the journal relies on them."""
+_MALFORMED = b"-"
+"""The line of a message without a value: an empty line would be no row, and is not counted."""
+_OWN_NAMES = (*_EXACT, "bootstrap.servers", "metadata.broker.list")
+_NEW_RUN = (
+    "start a new run with --init-from, which reads the topic from its earliest message and trains again the rows that "
+    "are still there"
+)
 
 
 class KafkaSource:
@@ -55,11 +64,9 @@ class KafkaSource:
         self._answered = time.monotonic()
         settings = {
             "group.id": "distembed",  # demanded, and not joined
-            "enable.auto.commit": False,
-            "auto.offset.reset": "error",
-            "enable.partition.eof": True,
             "queued.max.messages.kbytes": 16_384,
             **_properties(config.kafka_properties),
+            **_EXACT,
             "bootstrap.servers": self._brokers,
         }
         try:
@@ -70,6 +77,11 @@ class KafkaSource:
             self._partitions()
         except confluent_kafka.KafkaException as error:
             self.close()
+            if error.args[0].code() == confluent_kafka.KafkaError.UNKNOWN_TOPIC_OR_PART:
+                raise UserError(
+                    f"the brokers {self._brokers} have no topic {self._topic!r} (--follow); make it first, or see how "
+                    "its name is written."
+                ) from error
             raise TemporaryFailure(
                 f"no broker at {self._brokers} answers within {_ANSWER_SECONDS:g} s ({_text(error)}); see whether it "
                 "runs, and whether its advertised listeners can be reached from here."
@@ -99,7 +111,7 @@ class KafkaSource:
                 if start > high:
                     raise UserError(
                         f"partition {partition} of the topic {self._topic!r} ends at offset {high}, and the run has "
-                        f"read until {start}: the topic was made anew; begin a new run with --init-from."
+                        f"read until {start}: the topic was made anew; {_NEW_RUN}."
                     )
                 if start < high:
                     stop = min(high, start + _MOST_MESSAGES)
@@ -124,10 +136,10 @@ class KafkaSource:
                 for message in messages:
                     offset = max(offset, self._offset_after(message, piece))
                     if message.error() is None and message.offset() < stop:
-                        values.append(_one_line(message.value() or b""))
-                if messages:
+                        values.append(_one_line(message.value() or b"") or _MALFORMED)
+                if any(_is_answer(message) for message in messages):
                     self._answered = time.monotonic()
-                else:
+                elif not messages:
                     self._require_answer("no message comes")
                     if values:
                         break
@@ -143,13 +155,8 @@ class KafkaSource:
         self._consumer.close()
 
     def _partitions(self) -> list[int]:
-        """Returns the numbers of the topic's partitions; a topic that does not exist is a UserError."""
+        """Returns the numbers of the topic's partitions; a KafkaException where brokers do not list the topic."""
         topic = self._consumer.list_topics(self._topic, timeout=_ANSWER_SECONDS).topics[self._topic]
-        if topic.error is not None and topic.error.code() == confluent_kafka.KafkaError.UNKNOWN_TOPIC_OR_PART:
-            raise UserError(
-                f"the brokers {self._brokers} have no topic {self._topic!r} (--follow); make it first, or see how its "
-                "name is written."
-            )
         if topic.error is not None:
             raise confluent_kafka.KafkaException(topic.error)
         return sorted(topic.partitions)
@@ -167,7 +174,7 @@ class KafkaSource:
         ):
             raise RunError(
                 f"messages of {self.describe(piece)} are gone: the topic keeps them for less time than the run was "
-                "stopped. Begin a new run with --init-from."
+                f"stopped; {_NEW_RUN}."
             )
         self._require_answer(error.str())
         return 0
@@ -182,9 +189,15 @@ class KafkaSource:
             )
 
 
+def _is_answer(message: Any) -> bool:
+    """Returns whether a broker sent a message: a row, or the end of a partition, and no error of the connection."""
+    error = message.error()
+    return error is None or error.code() == confluent_kafka.KafkaError._PARTITION_EOF
+
+
 def _one_line(value: bytes) -> bytes:
     """Returns a JSON text as a line: between its values, ends of lines are blanks."""
-    return value.replace(b"\r", b" ").replace(b"\n", b" ")
+    return value.replace(b"\r", b" ").replace(b"\n", b" ").strip()
 
 
 def _text(error: object) -> str:
@@ -203,4 +216,10 @@ def _properties(path: str | None) -> dict[str, str]:
     pairs = [line.partition("=") for line in lines if line and not line.startswith("#")]
     if wrong := next((name for name, equals, _ in pairs if not equals), None):
         raise UserError(f"data.stream.kafka_properties {path!r} has the line {wrong!r}; give NAME=VALUE.")
-    return {name.strip(): value.strip() for name, _, value in pairs}
+    properties = {name.strip(): value.strip() for name, _, value in pairs}
+    if own := [name for name in _OWN_NAMES if name in properties]:
+        raise UserError(
+            f"data.stream.kafka_properties {path!r} sets {', '.join(own)}, on which reading each message once depends; "
+            "leave these lines out."
+        )
+    return properties

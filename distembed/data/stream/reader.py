@@ -40,7 +40,7 @@ class StreamReader:
     """Iterates over one rank's part of a stream's batches; all ranks construct it and iterate over it.
 
     An iteration ends where no rows are there now, where the stream has ended (``is_ended``), or where the source does
-    not answer (``failure``).
+    not answer, cannot be read or has too many malformed rows (``failure``).
 
     Args:
         data: The ``data`` section of a config, with a stream.
@@ -64,7 +64,7 @@ class StreamReader:
         self._collectives = Collectives.in_own_group()
         self.unreadable: dict[str, str] = {}
         self.is_ended = False
-        self.failure: RunError | None = None
+        self.failure: RunError | UserError | None = None
         self.say: Callable[[str], None] = lambda text: None
         self._positions = deque([Position()], _MOST_IN_FLIGHT)
         self._assembler = BatchAssembler(self.schema)
@@ -80,7 +80,7 @@ class StreamReader:
     def __iter__(self) -> Iterator[Batch]:
         while True:
             message = self._collectives.scatter(self._messages() if self._collectives.rank == 0 else None)
-            if isinstance(message, RunError):
+            if isinstance(message, RunError | UserError):
                 self.failure = message
                 return
             if isinstance(message, Exception):

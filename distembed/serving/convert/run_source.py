@@ -39,6 +39,11 @@ class RunAsStock(Mapping[str, Tensor]):
         self._composed: dict[str, tuple[CompositionalEmbeddingConfig, list[str]]] = {}
         states = set[str]()  # of partitions, which the tables here take
         for name, (path, table) in full_table_names(collections).items():
+            if table.managed is not None:
+                raise UserError(
+                    f"table {table.name!r} of {run_dir} has managed ids, which convert and compress do not carry over; "
+                    f"use `distembed export`, or train without embedding.tables.{table.name}.ids."
+                )
             if _PREFIX + name not in self._saved:  # else it was trained with TorchRec's own collection
                 weights = weight_names_of_table(collections[path], table)
                 self._composed[name] = (table, [f"{_PREFIX}{path}.{weight}" for weight in weights])
