@@ -264,7 +264,10 @@ class CompositionalEmbeddingConfig:
 
     @property
     def state_bytes(self) -> int:
-        """The bytes beside the weights that serving keeps: stored rows of ids, and identities of managed ids."""
+        """The bytes besides the weights in a checkpoint: stored rows of ids, and identities of managed ids.
+
+        An export keeps 16 bytes for each slot of managed ids, and no candidates.
+        """
         return self.scheme.assignment_bytes + (0 if self.managed is None else self.managed.sizes.saved_bytes)
 
     def ids_of(self, feature: str | None = None) -> FeatureIds:
