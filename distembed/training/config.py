@@ -137,7 +137,7 @@ class Config:
             if getattr(train, name).schedule.depends_on_length and not (stream.max_rows or train.max_steps):
                 raise ValueError(
                     f"train.{name}.schedule follows the number of steps, which a stream (data.stream) does not have; "
-                    "leave it out, or set data.stream.max_rows or train.max_steps"
+                    f"set 'train.{name}.schedule={{warmup: 0, decay: none}}', data.stream.max_rows or train.max_steps"
                 )
         return self
 
