@@ -126,21 +126,20 @@ class ManagedIds:
         Raises a UserError where numba is missing.
         """
         admit, _ = load_identities()
-        used, slots = self.state["used"].numpy(), np.empty_like(ids)
-        if len(used):
-            self._copies.clear()
-            sizes, clock = self.sizes, int(used[0, _CLOCK])
-            admit(
-                np.ascontiguousarray(ids),
-                slots,
-                self.state["entries"].numpy(),
-                used,
-                self._places,
-                self._rows,
-                sizes.slots_per_bucket,
-                sizes.config.admission.min_count,
-                clock,
-            )
+        used = self.state["used"].numpy()
+        if not len(used):
+            return np.empty_like(ids)
+        self._copies.clear()
+        slots: NDArray[np.int64] = admit(
+            np.ascontiguousarray(ids),
+            self.state["entries"].numpy(),
+            used,
+            self._places,
+            self._rows,
+            self.sizes.slots_per_bucket,
+            self.sizes.config.admission.min_count,
+            int(used[0, _CLOCK]),
+        )
         return slots
 
     def lookup(self, ids: Int64[Tensor, "*shape"]) -> Int64[Tensor, "*shape"]:

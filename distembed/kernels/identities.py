@@ -16,7 +16,7 @@ _SHIFTS, _BUCKET_SHIFT = tuple(map(np.uint64, SHIFTS)), np.uint64(48)
 _MOST_COUNTED = 2**31 - 1
 _compiled: Any = njit(nogil=True, error_model="numpy")
 
-ADMIT = "(int64[::1], int64[::1], int64[:,:,::1], int64[:,::1], int32[:,::1], int64[::1], int64, int64, int64)"
+ADMIT = "int64[::1](int64[::1], int64[:,:,::1], int64[:,::1], int32[:,::1], int64[::1], int64, int64, int64)"
 """The signature of :func:`admit`."""
 INSERT = "(int64[:,::1], int64, int32[::1])"
 """The signature of :func:`insert`."""
@@ -31,14 +31,11 @@ def _mix(number: Any) -> Any:
 
 
 @_compiled
-def admit(
-    ids: Any, slots: Any, entries: Any, used: Any, places: Any, rows: Any, num_slots: Any, min_count: Any, clock: Any
-) -> None:
-    """Counts ids in their order, admits some, and writes the slot of each id: 0 for id 0, and 1 for an unknown id.
+def admit(ids: Any, entries: Any, used: Any, places: Any, rows: Any, num_slots: Any, min_count: Any, clock: Any) -> Any:
+    """Counts ids in their order, admits some, and returns the slot of each id: 0 for id 0, and 1 for an unknown id.
 
     Args:
         ids: ``[ids]`` The raw ids, all of buckets on this rank.
-        slots: ``[ids]`` The output.
         entries: ``[own buckets, entries, 2]`` Id, and ``count * 2^32 + clock`` of the last occurrence.
         used: ``[own buckets, 2]`` The number of used slots and of used candidates.
         places: ``[own buckets, places]`` The number of an entry + 1, or 0; the number of places is a power of two.
@@ -49,6 +46,7 @@ def admit(
     """
     bucket_mask, place_mask = np.uint64(len(rows) - 1), np.uint64(places.shape[1] - 1)
     num_candidates = entries.shape[1] - num_slots
+    slots = np.empty_like(ids)
     for i in range(len(ids)):
         raw = ids[i]
         if raw == 0:
@@ -83,6 +81,7 @@ def admit(
         entries[row, entry, 1] = (count << 32) + clock
         if entry < num_slots:
             slots[i] = 2 + bucket * num_slots + entry
+    return slots
 
 
 @_compiled

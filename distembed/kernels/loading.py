@@ -84,7 +84,7 @@ def load_kernels(lanes: int) -> Kernels:
 
 
 @cache
-def load_identities() -> tuple[Callable[..., None], Callable[..., None]]:
+def load_identities() -> tuple[Callable[..., Any], Callable[..., None]]:
     """Returns ``admit`` and ``insert`` of the hash table of identities; raises a UserError as :func:`load_kernels`."""
     reason = reason_unavailable()
     if reason is not None:

@@ -49,7 +49,7 @@ class StreamSource(Protocol):
         """Returns the piece's place, for messages."""
 
     def close(self) -> None:
-        """Ends connections."""
+        """Closes the connections to the source at the end of a run."""
 
 
 def open_source(config: StreamConfig, schema: TableSchema) -> StreamSource:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,14 +22,14 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Int64
-from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from distembed.base.checksums import KEY, checksum_differs, with_checksum
 from distembed.base.errors import UserError
 from distembed.base.files import finite, read_folder_json, require_inside, write_json
-from distembed.serving.model_folder.manifest import FORMAT, ChangedWeight, DeltaManifest, ExportManifest
+from distembed.serving.model_folder.manifest import ChangedWeight, DeltaManifest, ExportManifest
 from distembed.serving.model_folder.programs import Program, ShardedProgram
+from distembed.serving.model_folder.reading import require_known_format, validated
 
 DELTA_NAME = "delta.json"
 ROWS_NAME = "rows.npz"
@@ -42,18 +41,10 @@ def read_delta_manifest(folder: Path) -> DeltaManifest:
     """Returns the description of a delta; a :class:`UserError` where there is none, or it is damaged."""
     file = folder / DELTA_NAME
     values = read_folder_json(file, "delta", _REMEDY)
-    if isinstance(values, dict) and isinstance(values.get("format"), int) and values["format"] > FORMAT:
-        raise UserError(
-            f"{file} has format {values['format']}, and this distembed knows {FORMAT}: install a later one."
-        )
+    require_known_format(values, file)
     if not isinstance(values, dict) or KEY not in values or checksum_differs(values):
         raise UserError(f"{file} is damaged: its checksum differs from the recorded one; {_DAMAGED}.")
-    try:
-        manifest = TypeAdapter(DeltaManifest).validate_json(json.dumps(values))
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise UserError(f"{file} is no description of a delta: {where}: {first['msg']}; {_DAMAGED}.") from error
+    manifest = validated(DeltaManifest, values, f"{file} is no description of a delta", _DAMAGED)
     require_inside(manifest.rows, "rows", file)
     return manifest
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +24,8 @@ _DAMAGED = "copy the folder again, or export the run again"
 _MOST_DIFFERENCE = 1e-4
 """Largest difference of a score, relative for scores above 1, to the score on the exporting machine."""
 
+_Manifest = TypeVar("_Manifest")
+
 
 def read_manifest(folder: Path) -> ExportManifest:
     """Returns the manifest of an exported model.
@@ -33,16 +35,8 @@ def read_manifest(folder: Path) -> ExportManifest:
     """
     file = folder / MANIFEST_NAME
     values = read_folder_json(file, "exported model", _REMEDY)
-    if isinstance(values, dict) and isinstance(values.get("format"), int) and values["format"] > FORMAT:
-        raise UserError(
-            f"{file} has format {values['format']}, and this distembed knows {FORMAT}: install a later one."
-        )
-    try:
-        manifest = TypeAdapter(ExportManifest).validate_json(json.dumps(values))
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise UserError(f"{file} is no manifest of an exported model: {where}: {first['msg']}; {_DAMAGED}.") from error
+    require_known_format(values, file)
+    manifest = validated(ExportManifest, values, f"{file} is no manifest of an exported model", _DAMAGED)
     compiled = () if manifest.compiled is None else (manifest.compiled,)
     towers = [tower.program for tower in manifest.towers]
     for program in (manifest.network, *manifest.shards, *towers, *compiled):
@@ -105,3 +99,21 @@ def sample_inputs(sample: Mapping[str, Any], manifest: ExportManifest) -> list[T
     numbers = [name for name in ("dense", "sequences") if name in manifest.network.inputs]
     dtypes = {"values": torch.int64, "lengths": torch.int64, **dict.fromkeys(numbers, torch.float32)}
     return [torch.tensor(sample[name], dtype=dtype) for name, dtype in dtypes.items()]
+
+
+def require_known_format(values: object, file: Path) -> None:
+    """Raises a :class:`UserError` for a manifest that a later version of distembed wrote."""
+    if isinstance(values, dict) and isinstance(values.get("format"), int) and values["format"] > FORMAT:
+        raise UserError(
+            f"{file} has format {values['format']}, and this distembed knows {FORMAT}: install a later one."
+        )
+
+
+def validated(kind: type[_Manifest], values: object, problem: str, remedy: str) -> _Manifest:
+    """Returns a manifest read from JSON; a :class:`UserError` of the problem, field and remedy if it is none."""
+    try:
+        return TypeAdapter(kind).validate_json(json.dumps(values))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UserError(f"{problem}: {where}: {first['msg']}; {remedy}.") from error
