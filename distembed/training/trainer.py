@@ -9,7 +9,7 @@ import dataclasses
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from itertools import islice
 from typing import Any
@@ -25,34 +25,26 @@ from distembed.checkpoints.content import Progress
 from distembed.checkpoints.run_checkpoints import Checkpoints
 from distembed.checkpoints.saved import STEPS_BEFORE
 from distembed.checkpoints.store import BEST, checkpoint_place
-from distembed.data.reader import Batch, BatchReader
+from distembed.data.reader import Batch
 from distembed.data.stream.reader import ENDLESS, StreamReader
 from distembed.embedding.occurrences import id_occurrences
 from distembed.planning import describe_plan
 from distembed.planning.saved_plan import saved_plan_as_json
 from distembed.sse import set_step
 from distembed.tasks import batch_schema
-from distembed.tasks.base import BatchPosition, Outputs
+from distembed.tasks.base import BatchPosition
 from distembed.tasks.seen_items import describe_seen_items
 from distembed.training.build import Blueprint, TrainingState, build_training_state, take_over
 from distembed.training.inference import score_split
 from distembed.training.interruption import Interruption
 from distembed.training.managed_ids import evict_ids, managed_tables
-from distembed.training.metrics_window import (
-    CumulativeSums,
-    MetricsWindow,
-    TrainingProgress,
-    at_step,
-    replaced_counts,
-    replaced_shares,
-)
-from distembed.training.pipeline import gather_unreadable, keep_batch, prepared_batch, training_reader
+from distembed.training.metrics_window import TrainingProgress, at_step
+from distembed.training.pipeline import prepared_batch, training_reader
 from distembed.training.recluster import clustered_tables, recluster_tables
 from distembed.training.run_folder.folder import RunFolder
 from distembed.training.start import RunStart
 from distembed.training.train_config import BestEvaluation, DueSteps, require_comparable
-
-_LOSSES = "weighted losses"  # a name that no task's own sums have
+from distembed.training.training_log import TrainingLog
 
 
 class Trainer:
@@ -70,7 +62,6 @@ class Trainer:
 
     Attributes:
         precision: The arithmetic of the networks: ``bf16``, ``tf32`` or ``fp32``.
-        unreadable: The reason for each row group that any rank could not read, by its name.
 
     Raises:
         UserError: There are no rows to train on, the folder is in use, the place for checkpoints holds another run's,
@@ -124,17 +115,13 @@ class Trainer:
             self._due.require_clusterings()
             self._on_hosts = Collectives.in_own_group()
         self._step = 0
-        self._samples = 0
         self._best = BestEvaluation()
         self._evaluated_step: int | None = None
         self._validated_step = 0
         self._id_counts: dict[str, Tensor] | None = None
-        self._seconds = 0.0
         self._rows_in_flight = deque[int]()  # of the steps whose batches the pipeline has taken
         self._stops = False
-        self.unreadable: dict[str, str] = {}
-        self._window = MetricsWindow()
-        self._cumulative = CumulativeSums()
+        self._log = TrainingLog(config, folder, ranks, self._state, self._reader)
         self._resumed = self._restore() if start.resume else None
         if self._resumed is None and start.initial is not None:
             self._state.optimizers.steps_before = take_over(start.initial, blueprint, self._state)
@@ -142,6 +129,11 @@ class Trainer:
     @property
     def step(self) -> int:
         return self._step
+
+    @property
+    def unreadable(self) -> dict[str, str]:
+        """The reason for each row group that any rank could not read, by its name."""
+        return self._log.unreadable
 
     @property
     def is_finished(self) -> bool:
@@ -189,11 +181,8 @@ class Trainer:
             self._checkpoints.require_room(
                 state.model, state.optimizers.combined, state.averages.values, self._progress.say
             )
-            self._window = MetricsWindow()
+            self._log.begin(self._progress, self._resumed)
             if self._resumed is not None:
-                values, tensors = self._resumed.values["window"], self._resumed.tensors
-                self._window = MetricsWindow.restored(values, tensors, self._ranks.world_size, self._ranks.device)
-                self._cumulative = CumulativeSums.restored(tensors)
                 # the run may have ended between its checkpoint and the evaluation
                 split = self._config.data.validation
                 self._save_and_evaluate(Collectives().on_first(lambda: self._folder.has_evaluation(self._step, split)))
@@ -219,8 +208,8 @@ class Trainer:
                         self._save(is_due=self._due.checkpoint(self._step) and not waits)
                     self._checkpoints.wait()
                     raise failure or Interrupted(f"interrupted after step {self._step}; go on with --resume.")
-                if self.is_finished and self._window.loss is not None:
-                    self._log()  # a stream may end, or stop, between two lines
+                if self.is_finished and self._log.has_steps:
+                    self._log.write(self._step, self._learning_rate)  # a stream may end, or stop, between two lines
                 self._save_and_evaluate()
             if self._step < self.num_steps:
                 reason = self._best.reason_to_stop(self._state.task.headline)
@@ -260,7 +249,7 @@ class Trainer:
             rows = score_split(self._state, self._dataset, split, self._ranks)
         if not self._ranks.is_first:
             return {}
-        values = {"split": split, "samples": self._samples, **task.metrics(rows)}
+        values = {"split": split, "samples": self._log.samples, **task.metrics(rows)}
         if self._evaluated_step is not None:
             values["checkpoint_step"] = self._evaluated_step
         values["seconds"] = time.perf_counter() - started
@@ -274,9 +263,9 @@ class Trainer:
         for loss, outputs in self._state.pipeline.outputs(self._batches(end - self._step)):
             self._step += 1
             self._state.averages.update(self._step)
-            self._record_step(loss, outputs)
+            self._log.add_step(self._step, loss, outputs, self._rows_in_flight.popleft())
             if self._step % self._config.train.log_every == 0 or self._step == self.num_steps:
-                self._log()
+                self._log.write(self._step, self._learning_rate)
             self._progress.advance(self._step)
             if stop.requested(self._step):
                 # batches in flight have admitted their ids: they are trained before a checkpoint is made
@@ -328,17 +317,17 @@ class Trainer:
             self._validate()
         is_best = self._config.train.keep_best and self._best.step == self._step
         if self._due.checkpoint(self._step) or is_best or self.is_finished:
-            with self._window.pause():
+            with self._log.pause():
                 self._save()
         if self._due.evaluation(self._step) and not evaluates_first and not has_evaluated:
             self._validate()
 
     def _recluster(self) -> None:
         """Re-clusters the model's clustered tables, as the end of the current step; all ranks call it."""
-        self._require_finite()
+        self._log.require_finite(self._step)
         config, manifest, state = self._config, self._start.manifest, self._state
         started = time.perf_counter()
-        with self._window.pause():
+        with self._log.pause():
             tables, schema = clustered_tables(state.model), batch_schema(config.task, manifest.schema)
 
             def counts() -> dict[str, Tensor]:
@@ -358,7 +347,7 @@ class Trainer:
         """
         split = self._config.data.validation
         assert split is not None
-        with self._window.pause():
+        with self._log.pause():
             values = self.evaluate(split)
         self._validated_step = self._step
         if values:
@@ -369,69 +358,11 @@ class Trainer:
             if not math.isfinite(value):
                 self._progress.say(f"note: {metric.name} is not defined on {split}; the evaluation is not compared")
             self._best = self._best.after(self._step, value, metric, self._config.train.min_improvement)
-            if self.is_finished and self._window.loss is not None:
-                self._log()  # training stops here: no later step would log the steps since the last line
+            if self.is_finished and self._log.has_steps:
+                # training stops here: no later step would log the steps since the last line
+                self._log.write(self._step, self._learning_rate)
         if values and self._evaluated is not None:
             self._evaluated(self._step, float(values[self._state.task.headline.name]))
-
-    def _record_step(self, loss: Tensor, outputs: Outputs) -> None:
-        """Adds the step that was just done to the window of metrics; on a CPU refuses a loss that is not finite."""
-        rows = self._rows_in_flight.popleft()
-        self._samples += rows
-        self._window.add(loss, self._state.task.training_sums(outputs), rows)
-        # reading a GPU's tensor waits for its stream: losses on a GPU are checked once for each line of metrics
-        if loss.device.type == "cpu":
-            self._require_finite()
-
-    def _require_finite(self) -> None:
-        """Raises RunError, and keeps the batch in a file, if a loss of this rank since the last call is not finite."""
-        not_finite = self._window.first_not_finite()
-        if not_finite is not None:
-            steps_ago, loss = not_finite
-            raise keep_batch(self._config, self._ranks, self._folder.path, self._step - steps_ago, loss)
-
-    def _log(self) -> None:
-        """Records and shows a line of metrics of the window, the steps since the last line; all ranks call it.
-
-        Starts a new window. Refuses losses that are not finite, and too many unreadable row groups.
-        """
-        self._require_finite()
-        most_unreadable = self._config.data.skip_unreadable
-        if most_unreadable and isinstance(self._reader, BatchReader):
-            self.unreadable = gather_unreadable(self.unreadable, self._reader, most_unreadable, self._progress.say)
-        window = self._window
-        window.add_replaced(replaced_counts(self._state.model, self._step))
-        replaced = replaced_shares(window.replaced, self._ranks)  # of ids, which SSE replaced
-        assert window.loss is not None
-        sums = self._ranks.sum_all({**window.sums, _LOSSES: window.loss})
-        seconds = window.seconds
-        self._seconds += seconds
-        self._window = MetricsWindow()
-        if not self._ranks.is_first:
-            return
-        # each rank's loss is its share of the mean loss times the number of ranks
-        losses = float(sums.pop(_LOSSES))
-        loss = losses / window.rows / self._ranks.world_size
-        progressive: dict[str, Any] = {}
-        if isinstance(self._reader, StreamReader):
-            self._cumulative.add(losses / self._ranks.world_size, sums)
-            progressive = self._cumulative.metrics(self._state.task, self._samples) | self._reader.counts
-        values: dict[str, Any] = {
-            "epoch": (self._step - 1) // self._reader.batches_per_epoch,
-            "samples": self._samples,
-            "seconds": self._seconds,
-            "loss": loss,
-            **self._state.task.training_metrics(sums),
-            "samples_per_second": window.rows / seconds,
-            "learning_rate": self._learning_rate,
-            **({"replaced_share": replaced} if replaced else {}),
-            **({"unreadable_row_groups": len(self.unreadable)} if self.unreadable else {}),
-            **progressive,
-        }
-        self._folder.record("train", self._step, values)
-        self._progress.show(
-            self._step, self._shown(values), values["samples_per_second"] / self._config.train.batch_size
-        )
 
     def _save(self, is_due: bool = True) -> None:
         """Starts to save a checkpoint of the current step in the background; all ranks call it.
@@ -439,17 +370,12 @@ class Trainer:
         ``is_due`` is false for the checkpoint of an interruption, which an uninterrupted run would not write. RunError
         is raised if a loss is not finite.
         """
-        self._require_finite()  # weights that have met a NaN must not replace good ones
-        self._window.add_replaced(replaced_counts(self._state.model, self._step))
         values = {
             "run": self._start.run_id,
             "step": self._step,
             STEPS_BEFORE: self._state.optimizers.steps_before,
-            "samples": self._samples,
-            "seconds": self._seconds,
             "reader": self._reader.state_dict(in_flight=len(self._rows_in_flight)),
-            "window": self._window.values(self._ranks.world_size),
-            **({"unreadable": self.unreadable} if self.unreadable else {}),
+            **self._log.values(self._step),
             **({BEST: self._best.to_json()} if self._config.train.compares_evaluations else {}),
         }
         step, state = self._at_step, self._state
@@ -457,7 +383,7 @@ class Trainer:
             self._step,
             state.model,
             state.optimizers.combined,
-            Progress(values, {**self._window.tensors(), **self._cumulative.tensors()}, state.averages.values),
+            Progress(values, self._log.tensors(), state.averages.values),
             say=lambda text: self._progress.say(f"{step}  {text}"),
             is_due=is_due,
         )
@@ -477,10 +403,10 @@ class Trainer:
                     "place of its own as train.checkpoint_dir."
                 )
             self._reader.load_state_dict(values["reader"])
-            self.unreadable = dict(values.get("unreadable", {}))
+            self._log.restore(values)
             self._best = BestEvaluation.from_json(values.get(BEST))
             self._state.optimizers.steps_before = values.get(STEPS_BEFORE, 0)  # checkpoints of early versions lack it
-            self._step, self._samples, self._seconds = values["step"], values["samples"], values["seconds"]
+            self._step = values["step"]
         return resumed
 
     def _say(self, text: str) -> None:
@@ -507,12 +433,6 @@ class Trainer:
     @property
     def _at_step(self) -> str:
         return at_step(self._step, self._shown_steps)
-
-    def _shown(self, values: Mapping[str, Any]) -> str:
-        return (
-            f"loss {values['loss']:.4f}  {self._state.task.describe_training(values)}  "
-            f"{values['samples_per_second']:,.0f} samples/s  lr {values['learning_rate']:.3g}"
-        )
 
 
 def _start_lines(start: RunStart, state: TrainingState) -> Iterator[str]:

@@ -1,0 +1,173 @@
+"""Lines of training metrics: of the steps since the last line, and of all rows that were trained.
+
+Each rank has a :class:`TrainingLog`; rank 0 records and shows its lines.
+"""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor
+
+from distembed.base.ranks import Ranks
+from distembed.checkpoints.checkpoint import ResumedRun
+from distembed.data.reader import BatchReader
+from distembed.data.stream.reader import StreamReader
+from distembed.tasks.base import Outputs
+from distembed.training.build import TrainingState
+from distembed.training.config import Config
+from distembed.training.metrics_window import (
+    CumulativeSums,
+    MetricsWindow,
+    TrainingProgress,
+    replaced_counts,
+    replaced_shares,
+)
+from distembed.training.pipeline import gather_unreadable, keep_batch
+from distembed.training.run_folder.folder import RunFolder
+
+_LOSSES = "weighted losses"  # a name that no task's own sums have
+
+
+class TrainingLog:
+    """Counts trained rows, collects their losses and sums, and records lines of metrics.
+
+    Args:
+        config: The run's config.
+        folder: The run's folder.
+        ranks: This rank among all.
+        state: The model in training.
+        reader: The reader of training rows.
+
+    Attributes:
+        progress: Where rank 0 shows lines; :meth:`begin` gives it.
+        samples: Number of rows trained on all ranks.
+        unreadable: The reason for each row group that any rank could not read, by its name.
+    """
+
+    progress: TrainingProgress
+
+    def __init__(
+        self,
+        config: Config,
+        folder: RunFolder,
+        ranks: Ranks,
+        state: TrainingState,
+        reader: BatchReader | StreamReader,
+    ) -> None:
+        self._config = config
+        self._folder = folder
+        self._ranks = ranks
+        self._state = state
+        self._reader = reader
+        self._window = MetricsWindow()
+        self._cumulative = CumulativeSums()
+        self._seconds = 0.0
+        self.samples = 0
+        self.unreadable: dict[str, str] = {}
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether steps were trained since the last line."""
+        return self._window.loss is not None
+
+    def begin(self, progress: TrainingProgress, resumed: ResumedRun | None) -> None:
+        """Starts the time of the first line, or goes on with that of a checkpoint; ``progress`` shows the lines."""
+        self.progress = progress
+        self._window = MetricsWindow()
+        if resumed is not None:
+            values, tensors = resumed.values["window"], resumed.tensors
+            self._window = MetricsWindow.restored(values, tensors, self._ranks.world_size, self._ranks.device)
+            self._cumulative = CumulativeSums.restored(tensors)
+
+    def pause(self) -> AbstractContextManager[None]:
+        """Leaves the time of the block out of the speed of training."""
+        return self._window.pause()
+
+    def add_step(self, step: int, loss: Tensor, outputs: Outputs, rows: int) -> None:
+        """Adds step ``step``, of ``rows`` rows on all ranks; on a CPU refuses a loss that is not finite."""
+        self.samples += rows
+        self._window.add(loss, self._state.task.training_sums(outputs), rows)
+        # reading a GPU's tensor waits for its stream: losses on a GPU are checked once for each line of metrics
+        if loss.device.type == "cpu":
+            self.require_finite(step)
+
+    def require_finite(self, step: int) -> None:
+        """Raises RunError, and keeps the batch in a file, if a loss of this rank since the last call is not finite.
+
+        ``step`` is the last step that was added.
+        """
+        not_finite = self._window.first_not_finite()
+        if not_finite is not None:
+            steps_ago, loss = not_finite
+            raise keep_batch(self._config, self._ranks, self._folder.path, step - steps_ago, loss)
+
+    def write(self, step: int, learning_rate: float) -> None:
+        """Records and shows the line of the steps since the last line, of which ``step`` is the last.
+
+        All ranks call it. Refuses losses that are not finite, and too many unreadable row groups.
+        """
+        self.require_finite(step)
+        most_unreadable = self._config.data.skip_unreadable
+        if most_unreadable and isinstance(self._reader, BatchReader):
+            self.unreadable = gather_unreadable(self.unreadable, self._reader, most_unreadable, self.progress.say)
+        window = self._window
+        window.add_replaced(replaced_counts(self._state.model, step))
+        replaced = replaced_shares(window.replaced, self._ranks)  # of ids, which SSE replaced
+        assert window.loss is not None
+        sums = self._ranks.sum_all({**window.sums, _LOSSES: window.loss})
+        seconds = window.seconds
+        self._seconds += seconds
+        self._window = MetricsWindow()
+        if not self._ranks.is_first:
+            return
+        # each rank's loss is its share of the mean loss times the number of ranks
+        losses = float(sums.pop(_LOSSES)) / self._ranks.world_size
+        task = self._state.task
+        progressive: dict[str, Any] = {}
+        if isinstance(self._reader, StreamReader):
+            self._cumulative.add(losses, sums)
+            progressive = self._cumulative.metrics(task, self.samples) | self._reader.counts
+        values: dict[str, Any] = {
+            "epoch": (step - 1) // self._reader.batches_per_epoch,
+            "samples": self.samples,
+            "seconds": self._seconds,
+            "loss": losses / window.rows,
+            **task.training_metrics(sums),
+            "samples_per_second": window.rows / seconds,
+            "learning_rate": learning_rate,
+            **({"replaced_share": replaced} if replaced else {}),
+            **({"unreadable_row_groups": len(self.unreadable)} if self.unreadable else {}),
+            **progressive,
+        }
+        self._folder.record("train", step, values)
+        speed = values["samples_per_second"]
+        shown = (
+            f"loss {values['loss']:.4f}  {task.describe_training(values)}  {speed:,.0f} samples/s  "
+            f"lr {learning_rate:.3g}"
+        )
+        self.progress.show(step, shown, speed / self._config.train.batch_size)
+
+    def values(self, step: int) -> dict[str, Any]:
+        """Returns the values that all ranks share after step ``step``, for a checkpoint.
+
+        Call it before :meth:`tensors`, since it takes counts of replaced ids into the window.
+        RunError is raised if a loss is not finite: weights that have met a NaN must not replace good ones.
+        """
+        self.require_finite(step)
+        self._window.add_replaced(replaced_counts(self._state.model, step))
+        return {
+            "samples": self.samples,
+            "seconds": self._seconds,
+            "window": self._window.values(self._ranks.world_size),
+            **({"unreadable": self.unreadable} if self.unreadable else {}),
+        }
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns this rank's sums for a checkpoint, by name."""
+        return {**self._window.tensors(), **self._cumulative.tensors()}
+
+    def restore(self, values: Mapping[str, Any]) -> None:
+        """Restores the counts of a checkpoint's :meth:`values`; :meth:`begin` restores its sums."""
+        self.samples, self._seconds = values["samples"], values["seconds"]
+        self.unreadable = dict(values.get("unreadable", {}))
