@@ -94,11 +94,11 @@ class Sizes:
 SIZES = Sizes()
 
 
-def draw_batches(batch_size: int, num_ids: int) -> list[Batch]:
+def draw_batches(batch_size: int, num_ids: int, count: int = NUM_BATCHES) -> list[Batch]:
     """Draws batches of one id for each feature, modulo ``num_ids``; in pinned memory if there is a GPU."""
     generator = torch.Generator().manual_seed(0)
     batches = []
-    for _ in range(NUM_BATCHES):
+    for _ in range(count):
         ids = draw_ids(len(NAMES) * batch_size, generator) % num_ids
         batch = draw_batch(ids, batch_size, generator)
         batches.append(batch.pin_memory() if torch.cuda.is_available() else batch)
@@ -106,10 +106,17 @@ def draw_batches(batch_size: int, num_ids: int) -> list[Batch]:
 
 
 def build_ours(
-    batch_size: int, ranks: Ranks, precision: str, sizes: Sizes = SIZES, sse: Mapping[str, SSE] | None = None
+    batch_size: int,
+    ranks: Ranks,
+    precision: str,
+    sizes: Sizes = SIZES,
+    sse: Mapping[str, SSE] | None = None,
+    **table_settings: Any,
 ) -> tuple[Blueprint, TrainingState]:
-    """Builds distembed's DLRM with quotient-remainder tables; returns its blueprint and its state."""
-    table = TableConfig(partition="quotient_remainder", collisions=COLLISIONS, embedding_dim=sizes.dim)
+    """Builds distembed's DLRM with quotient-remainder tables of more settings; returns its blueprint and its state."""
+    table = TableConfig(
+        partition="quotient_remainder", collisions=COLLISIONS, embedding_dim=sizes.dim, **table_settings
+    )
     train = TrainConfig(batch_size=batch_size, precision=precision)  # type: ignore[arg-type]
     config = Config(embedding=EmbeddingConfig(default=table), train=train)
     blueprint = Blueprint.for_ranks(config, schema_of(sizes.num_ids), ranks, sse or {})
