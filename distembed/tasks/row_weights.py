@@ -36,9 +36,9 @@ class RowWeights:
 
     def _mean(self) -> float:
         """The mean weight of the training split, which is read when a step first needs it."""
-        if (
-            self._context is None
-        ):  # not started: in an estimate of a step, and for one of several labels, whose weights are divided
+        # not started: in an estimate of a step, and for one of several labels, whose weights are divided; a dataset
+        # without weights: in training by age, whose weights have the mean 1
+        if self._context is None or self._context.schema.weight is None:
             return 1.0
         if self._known_mean is not None:
             return self._known_mean

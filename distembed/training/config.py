@@ -34,6 +34,7 @@ from distembed.planning import PlanConfig
 from distembed.sse.config import SSEConfig
 from distembed.tasks import TASKS, ClickConfig, MultiConfig, TaskSection
 from distembed.tasks.config import DeclaringTaskConfig, ItemTaskConfig
+from distembed.tasks.recommending_config import RecommendingConfig
 from distembed.training.train_config import TrainConfig
 
 
@@ -131,6 +132,11 @@ class Config:
         train, stream = self.train, self.data.stream
         if stream is None:
             return self
+        if train.half_life_days is not None:
+            raise ValueError(
+                f"train.half_life_days is {train.half_life_days:g}, and rows of a stream (data.stream) are trained "
+                "once, as they arrive; leave it out"
+            )
         if train.epochs > 1:
             raise ValueError(f"train.epochs is {train.epochs}, and a stream (data.stream) is read once; leave it out")
         for name in ("dense_optimizer", "sparse_optimizer"):
@@ -139,6 +145,16 @@ class Config:
                     f"train.{name}.schedule follows the number of steps, which a stream (data.stream) does not have; "
                     f"set 'train.{name}.schedule={{warmup: 0, decay: none}}', data.stream.max_rows or train.max_steps"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _ages_are_weights(self) -> "Config":
+        """Refuses weights by age for a task that takes all rows alike."""
+        if self.train.half_life_days is not None and isinstance(self.task, RecommendingConfig):
+            raise ValueError(
+                f"train.half_life_days is {self.train.half_life_days:g}, and the task {self.task.name!r} takes all "
+                "rows alike; leave it out"
+            )
         return self
 
     @model_validator(mode="after")

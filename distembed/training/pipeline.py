@@ -24,6 +24,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 from distembed.base.errors import RunError
 from distembed.base.ranks import Collectives, Ranks
 from distembed.data.reader import Batch, BatchOrder, BatchReader, Decoding
+from distembed.data.reader.age import AgeWeights
 from distembed.data.reader.decode import too_many_unreadable
 from distembed.data.stream.reader import StreamReader
 from distembed.models import Model
@@ -180,10 +181,21 @@ def training_reader(config: Config, ranks: Ranks, run: Path) -> BatchReader | St
     """
     if config.data.stream is not None:
         return StreamReader(config.data, config.train.batch_size, run)
-    return split_reader(config, ranks)
+    ages = Collectives().on_first(lambda: age_weights(config))
+    return split_reader(config, ranks, ages)
 
 
-def split_reader(config: Config, ranks: Ranks, prefetch_batches: int = 4) -> BatchReader:
+def age_weights(config: Config) -> AgeWeights | None:
+    """Returns the weights of the training split's rows by their age; None where ``train.half_life_days`` is unset."""
+    data, half_life = config.data, config.train.half_life_days
+    if half_life is None:
+        return None
+    return AgeWeights.of_split(data.require_path(), data.train, half_life, data.skip_unreadable > 0)
+
+
+def split_reader(
+    config: Config, ranks: Ranks, ages: AgeWeights | None = None, prefetch_batches: int = 4
+) -> BatchReader:
     """Returns a reader of the split; with ``prefetch_batches=0`` nothing is made or decoded ahead."""
     return BatchReader(
         config.data.require_path(),
@@ -197,6 +209,7 @@ def split_reader(config: Config, ranks: Ranks, prefetch_batches: int = 4) -> Bat
             config.data.skip_unreadable,
             pins=ranks.device.type == "cuda",
         ),
+        ages=ages,
     )
 
 
@@ -227,7 +240,7 @@ def keep_batch(config: Config, ranks: Ranks, folder: Path, step: int, loss: floa
     """
     place, rows = f"step {step}", "Look"
     if config.data.stream is None:
-        reader = split_reader(config, ranks, prefetch_batches=0)
+        reader = split_reader(config, ranks, age_weights(config), prefetch_batches=0)
         epoch, batch = divmod(step - 1, reader.batches_per_epoch)
         path = folder / f"not-finite-step-{step}-rank-{ranks.rank}.npz"
         reader.load_state_dict({**reader.state_dict(), "epoch": epoch, "batch": batch})

@@ -86,6 +86,8 @@ class TrainConfig:
         keep_checkpoints: Number of the newest checkpoints that are not removed.
         checkpoint_dir: Folder for checkpoints, relative to the run's if not absolute, or any URL that fsspec knows,
             for example ``s3://bucket/folder``; null for ``checkpoints`` in the run's folder.
+        half_life_days: Age in days at which a training row weighs half as much in the loss as the newest row; null for
+            no weights by age. See :mod:`distembed.data.reader.age`.
         init_from: Folder of a run, or folder or URL of one of its checkpoints, whose weights and optimizer states
             training begins with; null for initial weights.
     """
@@ -112,6 +114,7 @@ class TrainConfig:
     checkpoint_every: Interval = 0
     keep_checkpoints: Count = 2
     checkpoint_dir: Annotated[str, Field(min_length=1)] | None = None
+    half_life_days: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     init_from: Annotated[str, Field(min_length=1)] | None = None
 
     @property

@@ -11,7 +11,7 @@ not on the number of ranks. Trade-off: some rows are trained on twice.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from distembed.base.errors import RunError, UserError
 from distembed.data.dataset.records import Jagged, RecordBlock, RecordLayout
 from distembed.data.dataset.row_groups import RowGroup
 from distembed.data.dataset.schema import CategoricalFeature, Schema
+from distembed.data.reader.age import AgeWeights
 from distembed.data.reader.order import Segment, require_at_least
 
 _LABEL_REMEDY = "leave such rows out"
@@ -40,6 +41,7 @@ class GroupRows:
     schema: Schema
     start: int  # number of the first of the rows in the row group, for errors
     table: pa.Table
+    ages: AgeWeights | None = None  # by which the weights of rows are multiplied
 
     def ids(self, feature: CategoricalFeature) -> NDArray[Any]:
         column = self._column(feature.name)
@@ -54,14 +56,19 @@ class GroupRows:
     def numbers(self, name: str) -> NDArray[np.float32]:
         """Returns a dense, label or weight column; refuses negative weights, and binary labels other than 0 and 1.
 
-        A row may lack one of several labels, and dense numbers with ``missing_dense``: they are NaN.
+        A row may lack one of several labels, and dense numbers with ``missing_dense``: they are NaN. Rows that are
+        weighted by age alone have the column of times as their weight.
         """
         schema = self.schema
+        if self.ages is not None and name == self.ages.time:
+            return self.ages.of_rows(self.table).astype(np.float32)
         kinds = {label.name: label.kind for label in schema.all_labels}
         may_miss = schema.label is None if name in kinds else schema.missing_dense and name in schema.dense
         values = self._finite(self._column(name), name, may_miss)
         if name == schema.weight:
             self._refuse(name, values, values < 0, "a weight is 0 or more")
+            if self.ages is not None:
+                values = (values * self.ages.of_rows(self.table)).astype(np.float32)
         if kinds.get(name) == "binary":
             setting = "label_kind" if name == schema.label else "the kind"
             law = f"a label is 0 or 1, unless the manifest's schema has {setting} 'number'"
@@ -192,9 +199,14 @@ class Decoding:
 class Decoder:
     """Reads row groups of one split into blocks; threads share it."""
 
-    def __init__(self, schema: Schema, groups: Sequence[RowGroup], most_unreadable: int = 0) -> None:
-        self.schema, self._groups, self._most_unreadable = schema, groups, most_unreadable
-        self._layout = RecordLayout.from_schema(schema)
+    def __init__(
+        self, schema: Schema, groups: Sequence[RowGroup], most_unreadable: int = 0, ages: AgeWeights | None = None
+    ) -> None:
+        self._groups, self._most_unreadable, self._ages = groups, most_unreadable, ages
+        self._columns = schema.columns if ages is None else (*schema.columns, ages.time)
+        # without weights of their own, rows have the weights that are computed from their times
+        self.schema = schema if ages is None or schema.weight else replace(schema, weight=ages.time, time=None)
+        self._layout = RecordLayout.from_schema(self.schema)
         self.unreadable: dict[str, str] = {}  # the problem of each row group that could not be read, by its name
 
     def decode(self, segments: Sequence[Segment]) -> RecordBlock:
@@ -226,7 +238,7 @@ class Decoder:
         for number in (*range(index, len(self._groups)), *range(index)):
             group = self._groups[number]
             try:
-                table = group.read(self.schema.columns)
+                table = group.read(self._columns)
             except (UserError, RunError) as error:
                 self.unreadable.setdefault(str(group), str(error))
                 if not self._most_unreadable:
@@ -235,8 +247,9 @@ class Decoder:
                     raise too_many_unreadable(self.unreadable, self._most_unreadable) from error
                 continue
             if number == index:
-                return GroupRows(group, self.schema, start, table.slice(start, stop - start))
-            return GroupRows(group, self.schema, 0, table.take(np.arange(start, stop) % group.num_rows))
+                return GroupRows(group, self.schema, start, table.slice(start, stop - start), self._ages)
+            taken = table.take(np.arange(start, stop) % group.num_rows)
+            return GroupRows(group, self.schema, 0, taken, self._ages)
         raise UserError(f"no row group can be read: {'; '.join(self.unreadable.values())}")
 
 
