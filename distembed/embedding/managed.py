@@ -146,10 +146,7 @@ class ManagedIds:
         """Returns the slots of ids without counting them; 1 for an id that has no slot on this rank."""
         if "state" not in self.__dict__:
             return ids.ne(0).long()
-        known, slots = self._sorted_on(ids.device)
-        places = torch.searchsorted(known, ids).clamp(max=len(known) - 1)
-        found = torch.where(known[places] == ids, slots[places], UNKNOWN)
-        return torch.where(ids == 0, 0, found)
+        return find_slots(ids, *self._sorted_on(ids.device))
 
     def _sorted_on(self, device: torch.device) -> tuple[Int64[Tensor, " known"], Int64[Tensor, " known"]]:
         """Returns the ids that have slots on this rank in ascending order, and their slots; id 0 is among them."""
@@ -211,6 +208,15 @@ class ManagedIds:
         counts, last = values >> 32, values & _LAST
         policy = self.sizes.config.eviction.policy
         return counts if policy == "lfu" else last if policy == "lru" else counts / (clock - last + 1)
+
+
+def find_slots(
+    ids: Int64[Tensor, "*shape"], known: Int64[Tensor, " known"], slots: Int64[Tensor, " known"]
+) -> Int64[Tensor, "*shape"]:
+    """Returns the slots of raw ids, given ``known`` ids in ascending order and their ``slots``; 1 for another id."""
+    places = torch.searchsorted(known, ids).clamp(max=len(known) - 1)
+    found = torch.where(known[places] == ids, slots[places], UNKNOWN)
+    return torch.where(ids == 0, 0, found)
 
 
 class ManagedFeatures:

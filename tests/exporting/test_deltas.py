@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from torch import Tensor, nn
 
 from distembed.base.errors import UserError
 from distembed.composition import COMPOSITIONS
+from distembed.serving.convert.stock_checkpoint import StockCheckpoint
 from distembed.serving.export.export_delta import SavedWeights, changed_rows, export_delta
-from distembed.serving.export.export_run import config_checksum
+from distembed.serving.export.export_run import ExportOptions, config_checksum, export_run
 from distembed.serving.export.parity import made_up_batch
 from distembed.serving.export.programs import save_program
 from distembed.serving.export.table_groups import ExportStorage, Materialise
@@ -21,9 +23,9 @@ from distembed.serving.model_folder.deltas import (
     RowChange,
     Weights,
     exchange,
+    fitting_changes,
     loaded_weights,
     read_delta,
-    require_fitting,
 )
 from distembed.serving.model_folder.manifest import Precision
 from distembed.serving.model_folder.programs import load_program, load_programs
@@ -37,6 +39,7 @@ from tests.exporting.test_recommenders import inputs as recommender_inputs
 from tests.exporting.test_recommenders import recommender, rows
 from tests.in_process import in_this_process as command
 from tests.server.exported_models import exported, trained_run
+from tests.small_runs import config_values, write_dataset
 
 FILE = "network.pt2"
 
@@ -75,8 +78,7 @@ def require_law(model: nn.Module, whole: Any, sample: Any, storage: ExportStorag
     assert bits(dict(found[FILE])) != states[0] != states[1]
     for delta, state in zip(deltas, states, strict=True):
         assert any(change.rows is not None for change in delta)
-        require_fitting(delta, found, folder)
-        exchange(delta, found)
+        exchange(fitting_changes(delta, found, folder), found)
         assert bits(dict(found[FILE])) == state
     exchange(deltas[1], found)  # undone
     assert bits(dict(found[FILE])) == states[0]
@@ -159,6 +161,73 @@ def test_exported_deltas_lead_from_one_whole_export_to_the_next(versions: Path) 
     whole = weights_of(last)[1]
     assert weights.keys() == whole.keys() and len(whole) == 1 + len(manifest.shards)
     assert all(bits(dict(weights[file])) == bits(dict(whole[file])) for file in whole)
+
+
+MANAGED = {
+    "C3": {"partition": "naive", "ids": {"size": 102, "eviction": {"policy": "lru", "every": 7}}},
+    "M": {"ids": {"size": 30, "eviction": {"policy": "lru", "every": 7}}},
+}
+
+
+@pytest.fixture(scope="module")
+def managed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a run whose tables C3 and M evict ids before the checkpoints of the steps 7, 14 and 21."""
+    folder = tmp_path_factory.mktemp("managed")
+    values = config_values(write_dataset(folder / "data"))
+    values["embedding"]["tables"] = MANAGED
+    (folder / "config.yaml").write_text(yaml.safe_dump(values))
+    kept = ("train.checkpoint_every=7", "train.keep_checkpoints=9", "train.max_steps=21")
+    command("train", folder / "config.yaml", *kept, "--run-dir", folder / "run")
+    return folder / "run"
+
+
+@pytest.mark.parametrize(("materialise", "server_bytes"), [("never", None), ("always", 14_000)])
+def test_deltas_of_managed_ids_are_whole_exports(
+    managed: Path, materialise: Materialise, server_bytes: int | None, tmp_path: Path
+) -> None:
+    """Also ids that were evicted since the base are unknown, and ids that were admitted have their own vectors."""
+    options = ExportOptions("fp32", materialise, server_bytes)
+    runs = [find_trained_run(managed, None, checkpoint=str(step)) for step in (7, 14, 21)]
+    export_run(runs[0], tmp_path / "deltas" / "1", options)
+    program, weights = weights_of(tmp_path / "deltas" / "1")
+    manifest = read_manifest(tmp_path / "deltas" / "1")
+    assert (len(manifest.shards) > 1) == (server_bytes is not None)
+    lookups = [known_ids(each) for each in runs]
+    for number, run in enumerate(runs[1:], 2):
+        output = tmp_path / "deltas" / str(number)
+        export_delta(run, output, tmp_path / "deltas" / str(number - 1))
+        delta, changes = read_delta(output)
+        num_changed = sum(change.num_rows or 0 for change in delta.weights if change.names[0].endswith("ids_by_slot"))
+        before, after = lookups[number - 2 : number]
+        assert num_changed == sum(before[name].get(slot) != id for name in MANAGED for slot, id in after[name].items())
+        exchange(fitting_changes(changes, weights, output), weights)
+        export_run(run, tmp_path / "whole" / str(number), options)
+        whole, expected = weights_of(tmp_path / "whole" / str(number))
+        assert all(bits(dict(weights[file])) == bits(dict(expected[file])) for file in expected)
+        old, now = (set(each["C3"].values()) for each in (before, after))
+        asked = [*sorted(old - now), never_seen := -1, *sorted(now - old)]
+        scores = dict(zip(asked, scores_of_ids(program, manifest, "C3", asked), strict=True))
+        assert old - now and now - old and list(scores.values()) == scores_of_ids(whole, manifest, "C3", asked)
+        assert {scores[id] for id in old - now} == {scores[never_seen]} != {scores[id] for id in now - old}
+
+
+def known_ids(run: Any) -> dict[str, dict[int, int]]:
+    """Returns the raw id of each used slot of each managed table, read from the checkpoint."""
+    tensors = StockCheckpoint(Path(run.folder) / "checkpoints" / f"step-{int(run.checkpoint_choice):08}")
+    known = {}
+    for name in MANAGED:
+        entries, used = (tensors[f"model.model.embeddings.{name}__{each}"][0] for each in ("entries", "used"))
+        known[name] = dict(enumerate(entries[: int(used[0]), 0].tolist()))
+    return known
+
+
+def scores_of_ids(program: Any, manifest: Any, feature: str, ids: list[int]) -> list[float]:
+    """Returns the scores of rows that differ in the ids of one feature; all others have one id, 0."""
+    values = torch.zeros(len(manifest.features), len(ids), dtype=torch.int64)
+    values[[each.name for each in manifest.features].index(feature)] = torch.tensor(ids)
+    numbers = [torch.zeros(len(ids), len(manifest.numbers))] if manifest.numbers else []
+    with torch.inference_mode():
+        return program(values.flatten(), torch.ones_like(values), *numbers).tolist()
 
 
 def test_a_delta_of_what_it_cannot_follow_is_refused(versions: Path, tmp_path: Path) -> None:

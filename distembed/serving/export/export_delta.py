@@ -31,9 +31,10 @@ from distembed.serving.export.export_run import SAMPLE_ROWS, config_checksum, ex
 from distembed.serving.export.parity import SplitRows
 from distembed.serving.export.recommenders import RecommendingModel
 from distembed.serving.export.score_program import ScoredModel
-from distembed.serving.export.table_groups import ExportStorage, Materialise, RowsOnDemand
+from distembed.serving.export.table_groups import ExportStorage, Materialise, RowsOnDemand, SlotIds
 from distembed.serving.export.two_towers import TowerModel
 from distembed.serving.model_folder.deltas import DELTA_NAME, RowChange, read_delta, write_delta
+from distembed.serving.model_folder.identities import IDS_BY_SLOT, SORTED_IDS, SORTED_SLOTS, ids_of_slots
 from distembed.serving.model_folder.manifest import DeltaManifest, ExportManifest
 from distembed.serving.model_folder.programs import Program, join_programs
 from distembed.serving.model_folder.reading import read_manifest, read_sample, sample_inputs
@@ -79,7 +80,7 @@ def export_delta(run: TrainedRun, output: Path, since: Path) -> ExportedDelta:
         trained = load_whole_model(in_float32(run), torch.device("cpu"))
         model = exportable(trained, run.manifest, manifest.recommends.num_best if manifest.recommends else 1)
         assert not isinstance(model, TowerModel)
-        _require_fixed_ids(model.tables, exported, manifest)
+        _require_fixed_rows(model.tables, exported, manifest)
         modules = _programs(model, manifest)
         earlier = [change for version in chain[1:] for change in read_delta(version.folder)[1]]
         changes: list[RowChange] = []
@@ -136,21 +137,16 @@ def _require_same_programs(run: TrainedRun, exported: Path, manifest: ExportMani
         raise UserError(f"{exported} has programs of torch {manifest.versions.get('torch')}; {_WHOLE}.")
 
 
-def _require_fixed_ids(
+def _require_fixed_rows(
     tables: Sequence[CompositionalEmbeddingConfig], exported: Path, manifest: ExportManifest
 ) -> None:
-    """Refuses tables whose slots or rows of ids are constants of a program and change in training."""
+    """Refuses tables whose rows of ids are constants of a program and change in training."""
     forms = {table.name: table.form for table in manifest.tables}
     for table in tables:
         if table.scheme.state and forms.get(table.name) == "compositional":
             raise UserError(
                 f"embedding.tables.{table.name}.partition is {table.scheme.name}: re-clustering changes the rows of "
                 f"its ids, which are part of the program in {exported} and which deltas leave as they are; {_WHOLE}."
-            )
-        if table.managed is not None:
-            raise UserError(
-                f"embedding.tables.{table.name}.ids is managed: the slots of its ids change in training, and are part "
-                f"of the program in {exported}, which deltas leave as it is; {_WHOLE}."
             )
 
 
@@ -209,6 +205,9 @@ def _weights(module: nn.Module) -> Iterator[_Weight]:
     for prefix, child in module.named_modules():
         if isinstance(child, RowsOnDemand):
             yield _Weight(child.num_rows, partial(_stored, prefix, child))
+        elif isinstance(child, SlotIds):
+            ids = child.ids_by_slot()
+            yield _Weight(len(ids), partial(_between, f"{prefix}.{IDS_BY_SLOT}", ids))
 
 
 def _between(name: str, tensor: Tensor, first: int, stop: int) -> dict[str, Tensor]:
@@ -266,10 +265,22 @@ class SavedWeights:
                 record = self._records[name] = f"data/weights/{about['path_name']}"
                 start = reader.get_record_offset(record)
                 self._bytes[name] = content[start : start + reader.get_record_size(record)]
-        except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
+            for name in [name for name in self._records if name.endswith(f".{SORTED_IDS}")]:
+                self._read_identities(name.removesuffix(f".{SORTED_IDS}"))
+        except (OSError, RuntimeError, ValueError, LookupError, TypeError) as error:
             raise UserError(
                 f"{file} is no program of torch.export, or it is damaged ({error}); export again."
             ) from error
+
+    def _read_identities(self, path: str) -> None:
+        """Puts ids by slot in the place of the ids that are sorted, as one weight."""
+        pair = {
+            f"{path}.{name}": self._bytes[f"{path}.{name}"].view(torch.int64) for name in (SORTED_IDS, SORTED_SLOTS)
+        }
+        by_slot = f"{path}.{IDS_BY_SLOT}"
+        self._bytes[by_slot] = ids_of_slots(pair, path).view(torch.uint8)
+        self._records[by_slot] = self._records.pop(f"{path}.{SORTED_IDS}")
+        del self._records[f"{path}.{SORTED_SLOTS}"]
 
     def records(self, names: Sequence[str]) -> set[str]:
         """Returns the records of the file that hold weights; a :class:`UserError` names a weight that has none."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -24,7 +25,9 @@ from distembed.base.units import format_bytes
 from distembed.composition import Product
 from distembed.embedding.composed_vectors import composed_chunks
 from distembed.embedding.config import CompositionalEmbeddingConfig, FeatureIds
+from distembed.embedding.managed import ManagedIds, find_slots
 from distembed.partitions import Naive
+from distembed.serving.model_folder.identities import SORTED_IDS, SORTED_SLOTS, sort_ids
 from distembed.serving.model_folder.manifest import Precision, TableForm
 
 Materialise = Literal["auto", "never", "always"]
@@ -234,6 +237,33 @@ def stored_table(table: CompositionalEmbeddingConfig, weights: Sequence[Tensor],
     return StoredTable(full, [vectors])
 
 
+class SlotIds(nn.Module):
+    """The identities of a table with managed ids: the raw ids in ascending order, and the slot of each.
+
+    With ``on_demand`` it has no tensors in ``state_dict``.
+    """
+
+    def __init__(self, managed: ManagedIds, on_demand: bool) -> None:
+        super().__init__()
+        self._managed, self._on_demand = managed, on_demand
+        if not on_demand:
+            for name, tensor in zip((SORTED_IDS, SORTED_SLOTS), sort_ids(self.ids_by_slot()), strict=True):
+                self.register_buffer(name, tensor)
+
+    def ids_by_slot(self) -> Int64[Tensor, " slots"]:
+        """Returns the raw id that has each slot; 0 for a slot that is free or reserved."""
+        by_slot = torch.zeros(self._managed.sizes.config.size, dtype=torch.int64)
+        ids, slots = self._managed.known()
+        by_slot[torch.from_numpy(slots)] = torch.from_numpy(ids)
+        return by_slot
+
+    def forward(self, ids: Int64[Tensor, "*shape"]) -> Int64[Tensor, "*shape"]:
+        """Returns the slots of raw ids; 1 for an id that has none."""
+        if self._on_demand:
+            return self._managed.lookup(ids)
+        return find_slots(ids, cast(Tensor, self.sorted_ids), cast(Tensor, self.sorted_slots))
+
+
 class TableGroup(nn.Module):
     """Tables of one :attr:`StoredTable.kind`, whose ids are looked up and composed at once.
 
@@ -257,10 +287,9 @@ class TableGroup(nn.Module):
         num_rows = torch.tensor([[len(weight) for weight in table.weights] for table in tables]).T
         self._first_rows = num_rows.cumsum(1) - num_rows  # [partitions, tables]: where a table's rows begin
         self._combine = first.combine
-        self._map = _id_map(first)
-        for config in self._configs:
-            if config.managed is not None:  # sorts the ids here, as a trace cannot
-                config.managed.lookup(torch.zeros(1, dtype=torch.int64))
+        managed = {config.name: config.managed for config in self._configs if config.managed is not None}
+        self.identities = nn.ModuleList(SlotIds(ids, storage.on_demand) for ids in managed.values())
+        self._map = _id_map(first, dict(zip(managed, self.identities, strict=True)))
 
     def forward(
         self, ids: Int64[Tensor, "lines ids"], tables: Sequence[int], features: Sequence[str | None] = (None,)
@@ -300,9 +329,9 @@ _IdMap = Callable[
 ]
 
 
-def _id_map(table: CompositionalEmbeddingConfig) -> _IdMap:
+def _id_map(table: CompositionalEmbeddingConfig, identities: Mapping[str, nn.Module]) -> _IdMap:
     if table.managed is not None:
-        return _in_slots
+        return partial(_in_slots, identities)
     if table.pre_hash is not None:
         return _hashed
     return _modulo if table.id_policy == "modulo" else _known_or_unknown
@@ -319,10 +348,12 @@ def _hashed(
 
 
 def _in_slots(
-    tables: Sequence[CompositionalEmbeddingConfig], own: Sequence[FeatureIds], ids: Int64[Tensor, "lines ids"]
+    identities: Mapping[str, nn.Module],
+    tables: Sequence[CompositionalEmbeddingConfig],
+    own: Sequence[FeatureIds],
+    ids: Int64[Tensor, "lines ids"],
 ) -> Tensor:
-    managed = [table.managed.lookup(line) for table, line in zip(tables, ids, strict=True) if table.managed is not None]
-    return torch.stack(managed)
+    return torch.stack([identities[table.name](line) for table, line in zip(tables, ids, strict=True)])
 
 
 def _modulo(

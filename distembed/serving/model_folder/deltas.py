@@ -5,6 +5,7 @@
     delta.json    the version before, the changed weights, checksums (manifest.py: DeltaManifest)
     rows.npz      of the weight number i in delta.json: i.rows [n], i.0 [n, columns] and so on for each of its tensors
 
+Identities of managed ids are a weight too: i.rows has the slots, and i.0 their new ids (identities.py).
 Neither file can hold code. Rows are exchanged in the loaded weights in place: the memory of a table is the largest part
 of a server, and a second copy of it would double the server.
 """
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from distembed.base.checksums import KEY, checksum_differs, with_checksum
 from distembed.base.errors import UserError
 from distembed.base.files import finite, read_folder_json, require_inside, write_json
+from distembed.serving.model_folder.identities import IDS_BY_SLOT, SORTED_IDS, SORTED_SLOTS, ids_of_slots, sort_ids
 from distembed.serving.model_folder.manifest import ChangedWeight, DeltaManifest, ExportManifest
 from distembed.serving.model_folder.programs import Program, ShardedProgram
 from distembed.serving.model_folder.reading import require_known_format, validated
@@ -107,11 +109,17 @@ def _change(arrays: Any, number: int, weight: ChangedWeight) -> RowChange:
     return RowChange(weight.program, rows, values)
 
 
-def require_fitting(changes: Sequence[RowChange], weights: Weights, folder: Path) -> None:
-    """Raises a :class:`UserError` unless all changed rows lie within loaded weights of their types and sizes."""
+def fitting_changes(changes: Sequence[RowChange], weights: Weights, folder: Path) -> list[RowChange]:
+    """Returns the changes of loaded weights that a delta makes: its own, with identities sorted as programs have them.
+
+    Raises a :class:`UserError` unless all changed rows lie within weights of their types and sizes.
+    """
+    fitting = []
     for change in changes:
+        own, fitted = weights.get(change.program, {}), change
         for name, values in change.values.items():
-            weight = weights.get(change.program, {}).get(name)
+            path = name.removesuffix(f".{IDS_BY_SLOT}")
+            weight = own.get(name if path == name else f"{path}.{SORTED_IDS}")
             if weight is None:
                 raise UserError(f"{folder} changes {name} of {change.program}, which the served model does not have.")
             shape = weight.shape if change.rows is None else (len(change.rows), *weight.shape[1:])
@@ -121,6 +129,13 @@ def require_fitting(changes: Sequence[RowChange], weights: Weights, folder: Path
                     f"{folder} changes rows of {name} in {change.program} that the served weight, {weight.dtype} "
                     f"{list(weight.shape)}, does not have; export the run whole."
                 )
+            if path != name:
+                ids = ids_of_slots(own, path)
+                ids[slice(None) if change.rows is None else change.rows] = values
+                in_order = zip((SORTED_IDS, SORTED_SLOTS), sort_ids(ids), strict=True)
+                fitted = RowChange(change.program, None, {f"{path}.{each}": tensor for each, tensor in in_order})
+        fitting.append(fitted)
+    return fitting
 
 
 def _ascend_below(rows: Int64[Tensor, " rows"], num_rows: int) -> bool:

@@ -28,9 +28,9 @@ from distembed.serving.model_folder.deltas import (
     RowChange,
     Weights,
     exchange,
+    fitting_changes,
     loaded_weights,
     read_delta,
-    require_fitting,
 )
 from distembed.serving.model_folder.manifest import DeltaManifest, ExportManifest
 from distembed.serving.model_folder.programs import Program, load_programs
@@ -237,8 +237,8 @@ class VersionFollower:
             )
         delta, changes = read_delta(version.folder)
         _require_same(version)
-        require_fitting(changes, self._model.weights, version.folder)
         num_bytes = sum(tensor.nbytes for change in changes for tensor in change.values.values())
+        changes = fitting_changes(changes, self._model.weights, version.folder)
         text = f"the delta {version.folder}, {format_bytes(num_bytes)} of rows,"
         return NewVersion(version, lambda: self._model.change(version, delta, changes), text)
 
