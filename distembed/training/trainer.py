@@ -10,7 +10,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from itertools import islice
 from typing import Any
 
@@ -173,6 +173,7 @@ class Trainer:
             TrainingProgress(self._console, self._shown_steps) as self._progress,
             Interruption(self._ranks) as stop,
             self._checkpoints,
+            closing(self._reader),
         ):
             self._say_start()
             if isinstance(self._reader, StreamReader):
@@ -220,7 +221,6 @@ class Trainer:
                     f"note: {name} was not defined in any evaluation, so train.keep_best kept no best checkpoint; the "
                     "last weights are used"
                 )
-        self._reader.close()
 
     def load_best(self) -> None:
         """Loads the weights of the best evaluation's checkpoint, if ``train.keep_best``, for the final evaluation.

@@ -1,11 +1,13 @@
 """Raw rows for streams, a dataset prepared from them, the order in which training reads it, and a broker."""
 
+import ctypes
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import confluent_kafka
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv
@@ -29,6 +31,7 @@ SCHEMA = {
     "categorical": {"site": {}, "day": {"kind": "integer"}, "tags": {"separator": "|", "max_length": 2}},
 }
 Row = Mapping[str, Any]
+_FETCH = 1  # the number of a request of the Kafka protocol
 
 
 def draw_rows(num_rows: int = NUM_ROWS, seed: int = 0) -> list[Row]:
@@ -107,14 +110,52 @@ def require_equal(run: Path, other: Path) -> None:
     assert not differing, differing
 
 
+class MockBroker:
+    """A broker on the loopback, which librdkafka runs in this process; its rows stay while it is down.
+
+    Attributes:
+        address: Its host and port.
+        producer: A producer for it.
+    """
+
+    def __init__(self) -> None:
+        self._kafka = ctypes.CDLL(str(next(Path(confluent_kafka.__file__).parents[1].glob("confluent_kafka.libs/*"))))
+        for name in ("rd_kafka_new", "rd_kafka_mock_cluster_new", "rd_kafka_mock_cluster_bootstraps"):
+            getattr(self._kafka, name).restype = ctypes.c_void_p
+        handle = self._kafka.rd_kafka_new(0, None, None, ctypes.c_size_t(0))
+        self._cluster = ctypes.c_void_p(self._kafka.rd_kafka_mock_cluster_new(ctypes.c_void_p(handle), 1))
+        address = ctypes.c_char_p(self._kafka.rd_kafka_mock_cluster_bootstraps(self._cluster)).value
+        assert address is not None and address.startswith(b"127.0.0.1:")
+        self.address = address.decode()
+        self.producer = Producer({"bootstrap.servers": self.address, "linger.ms": 1}, logger=None)
+
+    def create(self, topic: str, num_partitions: int = 1) -> None:
+        assert self._kafka.rd_kafka_mock_topic_create(self._cluster, topic.encode(), num_partitions, 1) == 0
+
+    def delete(self, topic: str) -> None:
+        assert self._kafka.rd_kafka_mock_topic_delete(self._cluster, topic.encode()) == 0
+
+    def set_down(self, is_down: bool) -> None:
+        change = self._kafka.rd_kafka_mock_broker_set_down if is_down else self._kafka.rd_kafka_mock_broker_set_up
+        assert change(self._cluster, -1) == 0  # all brokers
+
+    def refuse_fetches(self) -> None:
+        """Answers every question but for messages, until :meth:`answer_fetches`."""
+        not_leader = (ctypes.c_int * 10_000)(*[6] * 10_000)
+        self._kafka.rd_kafka_mock_push_request_errors_array(
+            self._cluster, ctypes.c_int16(_FETCH), ctypes.c_size_t(10_000), not_leader
+        )
+
+    def answer_fetches(self) -> None:
+        self._kafka.rd_kafka_mock_clear_request_errors(self._cluster, ctypes.c_int16(_FETCH))
+
+
 @contextmanager
 def kafka_broker() -> Iterator[tuple[str, Producer]]:
-    """Yields the address of a broker on the loopback, which librdkafka runs in this process, and a producer for it."""
-    producer = Producer({"test.mock.num.brokers": 1, "linger.ms": 1}, logger=None)
-    broker = next(iter(producer.list_topics(timeout=10).brokers.values()))
-    assert broker.host == "127.0.0.1"
-    yield f"{broker.host}:{broker.port}", producer
-    producer.purge()
+    """Yields the address of a broker on the loopback and a producer for it."""
+    broker = MockBroker()
+    yield broker.address, broker.producer
+    broker.producer.purge()
 
 
 def send(producer: Producer, topic: str, rows: Sequence[Row], partition: int = 0) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import signal
+import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ import pytest
 from confluent_kafka import Producer
 
 from distembed.base.errors import RunError, TemporaryFailure, UserError
+from distembed.data.stream import kafka
 from distembed.data.stream.folder import FolderSource
 from distembed.data.stream.journal import Journal
 from distembed.data.table.schema import TableSchema
@@ -25,6 +27,7 @@ from tests.small_runs import call, distembed, metrics, run_command
 from tests.small_runs import write_dataset as write_dataset_without_raw_rows
 from tests.training.stream_runs import (
     SCHEMA,
+    MockBroker,
     Row,
     draw_rows,
     kafka_broker,
@@ -171,6 +174,65 @@ def test_sigterm_saves_while_a_stream_waits_for_rows(config: Path, tmp_path: Pat
     require_equal(run, tmp_path / "whole")
 
 
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.distributed)])
+def test_sigterm_saves_while_a_broker_sends_nothing(config: Path, tmp_path: Path, ranks: int) -> None:
+    broker, run = MockBroker(), tmp_path / "run"
+    send(broker.producer, "clicks", draw_rows(400))
+    follows = ("train", config, "--follow", f"kafka://{broker.address}/clicks", *IDLE)
+    distembed(*follows, "--max-rows", 128, "--run-dir", run, ranks=ranks)
+    broker.refuse_fetches()
+    (tmp_path / "output").touch()
+    processes = start_run(ranks, config, follows[3], run)
+    while "waiting: the brokers" not in (tmp_path / "output").read_text():
+        assert all(process.is_alive() for process in processes), (tmp_path / "errors").read_text()
+        time.sleep(0.1)
+    for process in processes:
+        os.kill(process.pid, signal.SIGTERM)
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [75] * ranks
+    broker.answer_fetches()
+    distembed(*follows, "--run-dir", run, "--resume", ranks=ranks)
+    distembed(*follows, "--run-dir", tmp_path / "whole", ranks=ranks)
+    require_equal(run, tmp_path / "whole")
+    assert metrics(run, "train")[-1]["samples"] == 400
+
+
+def test_a_broker_that_dies_and_comes_back_costs_no_row(config: Path, tmp_path: Path) -> None:
+    broker, rows = MockBroker(), draw_rows(1000)
+    source = f"kafka://{broker.address}/clicks"
+    broker.create("clicks")
+    (process,) = start_run(1, config, source, tmp_path / "run", *IDLE[:1], "5", *IDLE[2:])
+    for number in range(5):
+        send(broker.producer, "clicks", rows[200 * number : 200 * (number + 1)])
+        wait_for_steps(tmp_path / "run", [process], 3 * number + 1)
+        broker.set_down(True)
+        time.sleep(1.5)
+        broker.set_down(False)
+    process.join()
+    assert process.exitcode == 0, (tmp_path / "errors").read_text()
+    follow(config, source, tmp_path / "whole")
+    require_equal(tmp_path / "run", tmp_path / "whole")
+    assert metrics(tmp_path / "run", "train")[-1]["samples"] == len(rows)
+
+
+def test_a_broker_that_stays_silent_ends_a_run_after_a_checkpoint(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broker = MockBroker()
+    send(broker.producer, "clicks", draw_rows(400))
+    source = f"kafka://{broker.address}/clicks"
+    monkeypatch.setattr(kafka, "_GONE_SECONDS", 5.0)
+    threading.Timer(4.0, broker.set_down, [True]).start()
+    with pytest.raises(TemporaryFailure, match=rf"{broker.address} \(topic 'clicks'\) have not answered .*--resume"):
+        call("train", config, "--follow", source, "train.checkpoint_every=0", "--run-dir", tmp_path / "run")
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000006-interrupted"]
+    broker.set_down(False)
+    follow(config, source, tmp_path / "run", "--resume")
+    follow(config, source, tmp_path / "whole")
+    require_equal(tmp_path / "run", tmp_path / "whole")
+
+
 class Arriving(threading.Thread):
     """Sends a stream's rows, a part at a time."""
 
@@ -296,5 +358,7 @@ def test_errors_of_a_topic_say_what_to_do(config: Path, tmp_path: Path) -> None:
         for topic, error in (("a/b", "give kafka://HOST"), ("missing", "have no topic"), ("empty", "no row came")):
             with pytest.raises(UserError, match=error):
                 follow(config, f"kafka://{address}/{topic}", tmp_path / f"run-{topic[:1]}")
-    with pytest.raises(RunError, match="no broker at 127.0.0.1:1 answers"):
-        follow(config, "kafka://127.0.0.1:1/clicks", tmp_path / "run")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        for port in (1, silent.getsockname()[1]):
+            with pytest.raises(RunError, match=rf"no broker at 127.0.0.1:{port} answers .*clicks.*see whether it runs"):
+                follow(config, f"kafka://127.0.0.1:{port}/clicks", tmp_path / "run")

@@ -16,7 +16,7 @@ import hashlib
 import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict
 from functools import partial
@@ -60,6 +60,10 @@ class Prefetcher(Generic[Item]):
         self._items.popleft()
         self._items.append(self._thread.submit(self._make_next))
         return item
+
+    def is_ready(self, seconds: float) -> bool:
+        """Returns whether ``next`` has something to return or raise, and waits so many seconds for it."""
+        return not self._items or bool(wait([self._items[0]], seconds).done)
 
     def close(self) -> None:
         """Ends the thread and drops the items that wait; it may be called any number of times."""

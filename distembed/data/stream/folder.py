@@ -35,7 +35,7 @@ class FolderSource:
 
     def __init__(self, folder: str, schema: TableSchema) -> None:
         self._folder, self._schema = folder.rstrip("/") or "/", schema
-        self.is_pending = False
+        self.is_pending, self.notes = False, list[str]()
         self._found = set[str]()
         self._last: str | None = None  # the greatest name found
         self._seen: dict[str, tuple[tuple[int, Any], float]] = {}  # of files that are not complete: version, since when

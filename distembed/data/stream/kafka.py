@@ -35,6 +35,7 @@ except ImportError as missing:
 _MOST_MESSAGES = 65_536
 _BLOCK_MESSAGES = 4096
 _ANSWER_SECONDS = 5.0
+_NOTED_SECONDS = 3.0
 _GONE_SECONDS = 60.0
 _EXACT = {"enable.auto.commit": False, "auto.offset.reset": "error", "enable.partition.eof": True}
 """Settings by which each message is read once; the journal relies on them."""
@@ -57,11 +58,12 @@ class KafkaSource:
                 f"data.stream.source (--follow) is {config.source!r}; give {KAFKA}HOST:PORT/TOPIC, of several brokers "
                 f"{KAFKA}HOST:PORT,HOST:PORT/TOPIC."
             )
-        self.is_pending = False
+        self.is_pending, self.notes = False, list[str]()
         self._parser = TableSource([], schema)
         self._next: dict[int, int] = {}  # of each partition, the offset after its last piece
         self._at: tuple[int, int] | None = None  # the partition and offset that the consumer is at
-        self._answered = time.monotonic()
+        self._silent_since: float | None = None  # the time of the first question without an answer
+        self._is_silence_noted = False
         settings = {
             "group.id": "distembed",  # demanded, and not joined
             "queued.max.messages.kbytes": 16_384,
@@ -83,8 +85,8 @@ class KafkaSource:
                     "its name is written."
                 ) from error
             raise TemporaryFailure(
-                f"no broker at {self._brokers} answers within {_ANSWER_SECONDS:g} s ({_text(error)}); see whether it "
-                "runs, and whether its advertised listeners can be reached from here."
+                f"no broker at {self._brokers} answers within {_ANSWER_SECONDS:g} s about the topic {self._topic!r} "
+                f"({_text(error)}); see whether it runs, and whether its advertised listeners can be reached from here."
             ) from error
 
     def restore(self, pieces: Sequence[Piece]) -> None:
@@ -117,17 +119,16 @@ class KafkaSource:
                     stop = min(high, start + _MOST_MESSAGES)
                     pieces.append({"topic": self._topic, "partition": partition, "start": start, "stop": stop})
         except confluent_kafka.KafkaException as error:
-            self._require_answer(error)
+            self._keep_waiting(error)
             return []
-        self.is_pending, self._answered = False, time.monotonic()
+        self._note_answer()
         self._next |= {piece["partition"]: piece["stop"] for piece in pieces}
         return pieces
 
-    def blocks(self, piece: Piece) -> Iterator[ParsedBlock]:
+    def blocks(self, piece: Piece) -> Iterator[ParsedBlock | None]:
         partition, offset, stop = piece["partition"], piece["start"], piece["stop"]
         if self._at != (partition, offset):
             self._consumer.assign([confluent_kafka.TopicPartition(self._topic, partition, offset)])
-        self._answered = time.monotonic()
         while offset < stop:
             values = list[bytes]()
             # offsets may have gaps: of deleted messages, and of the ends of transactions
@@ -138,15 +139,16 @@ class KafkaSource:
                     if message.error() is None and message.offset() < stop:
                         values.append(_one_line(message.value() or b"") or _MALFORMED)
                 if any(_is_answer(message) for message in messages):
-                    self._answered = time.monotonic()
-                elif not messages:
-                    self._require_answer("no message comes")
-                    if values:
-                        break
-            if values:
+                    self._note_answer()
+                else:
+                    if not messages:
+                        self._keep_waiting("no message comes")
+                    break
+            if not values:
+                yield None
+            else:
                 yield self._parser.parse(JsonBlock(b"\n".join(values) + b"\n", self._parser.parser.columns))
         self._at = (partition, offset) if offset == stop else None
-        self.is_pending = False
 
     def describe(self, piece: Piece) -> str:
         return f"{self._topic}, partition {piece['partition']}, offsets from {piece['start']}"
@@ -176,17 +178,29 @@ class KafkaSource:
                 f"messages of {self.describe(piece)} are gone: the topic keeps them for less time than the run was "
                 f"stopped; {_NEW_RUN}."
             )
-        self._require_answer(error.str())
+        self._keep_waiting(error.str())
         return 0
 
-    def _require_answer(self, error: object) -> None:
-        """Raises a TemporaryFailure where the brokers have not answered for a minute; the stream is not idle."""
-        self.is_pending = True
-        if time.monotonic() - self._answered > _GONE_SECONDS:
+    def _keep_waiting(self, error: object) -> None:
+        """Notes that the brokers have not answered, which is no idle time; a TemporaryFailure after a minute."""
+        self.is_pending, now = True, time.monotonic()
+        self._silent_since = self._silent_since or now
+        silent, brokers = now - self._silent_since, f"the brokers {self._brokers} (topic {self._topic!r})"
+        if silent > _GONE_SECONDS:
             raise TemporaryFailure(
-                f"the brokers {self._brokers} have not answered for {_GONE_SECONDS:g} s ({_text(error)}); see whether "
-                "they run, and go on with --resume."
+                f"{brokers} have not answered for {_GONE_SECONDS:g} s: {_text(error)}; see whether they run and have "
+                "the topic, and --resume."
             )
+        if silent >= _NOTED_SECONDS and not self._is_silence_noted:
+            self._is_silence_noted = True
+            self.notes.append(
+                f"waiting: {brokers} do not answer: {_text(error)}; after {_GONE_SECONDS:g} s the run saves and ends"
+            )
+
+    def _note_answer(self) -> None:
+        if self._is_silence_noted:
+            self.notes.append(f"the brokers {self._brokers} answer again")
+        self.is_pending, self._silent_since, self._is_silence_noted = False, None, False
 
 
 def _is_answer(message: Any) -> bool:

@@ -1,7 +1,8 @@
 """Each rank's batches of a stream of raw rows, resumable at the exact row.
 
-Rank 0 finds, reads and decodes the rows in a thread, ahead of the steps, and sends each rank its rows of a step. Where
-there are no rows, it sends a message without rows at least twice a second: no rank waits long in a collective.
+Rank 0 finds, reads and decodes the rows in a thread, ahead of the steps, and sends each rank its rows of a step. While
+there are no rows, or the source is slow to answer, it sends a message without rows twice a second: no rank waits long
+in a collective, and a signal is answered.
 
 Trade-off: one process reads and decodes, at about a hundred thousand rows a second; a checkpoint holds one position,
 which any number of ranks resumes from.
@@ -33,6 +34,7 @@ ENDLESS = 2**62
 """Number of rows and of batches of a stream, whose end nobody knows."""
 _STEPS_AHEAD = 4
 _MOST_IN_FLIGHT = 64
+_PATIENCE_SECONDS = 0.5
 _VERSION = 1
 
 
@@ -116,6 +118,8 @@ class StreamReader:
         try:
             if self._prefetcher is None:
                 self._prefetcher = Prefetcher(self._steps, _STEPS_AHEAD)
+            if not self._prefetcher.is_ready(_PATIENCE_SECONDS):
+                return [Step()] * world_size
             step = next(self._prefetcher)
         except Exception as error:
             return [sendable(error)] * world_size

@@ -128,6 +128,9 @@ class StreamRows:
             before, num_rows = dict(counts), 0
             to_skip = self._start.row if number == self._start.piece else 0
             for block in self._blocks(piece, counts):
+                if block is None:
+                    yield Step(notes=self._taken_notes())
+                    continue
                 rows = self._encoder.encode(block)
                 position = Position(number, num_rows, 0, before, dict(counts))
                 num_rows += block.num_rows
@@ -178,11 +181,17 @@ class StreamRows:
                 time.sleep(min(left, _TICK_SECONDS))
                 yield number, None
 
-    def _blocks(self, piece: Piece, counts: Counter[str]) -> Iterator[ParsedBlock]:
-        """Yields the parsed rows of a piece, and counts; a file that cannot be read ends where it cannot."""
+    def _blocks(self, piece: Piece, counts: Counter[str]) -> Iterator[ParsedBlock | None]:
+        """Yields the parsed rows of a piece, None where they are slow to come, and counts.
+
+        A file that cannot be read ends where it cannot.
+        """
         place, num_lines = self._source.describe(piece), 0
         try:
             for block in self._source.blocks(piece):
+                if block is None:
+                    yield None
+                    continue
                 counts["rejected_rows"] += len(block.rejected)
                 if piece.get("late"):
                     counts["late_rows"] += block.num_lines
@@ -243,7 +252,9 @@ class StreamRows:
                 return Step(rows, num_rows_of_step, position, notes=self._taken_notes())
 
     def _taken_notes(self) -> tuple[str, ...]:
-        notes, self._notes = tuple(self._notes), []
+        notes = (*self._notes, *self._source.notes)
+        self._notes.clear()
+        self._source.notes.clear()
         return notes
 
 

@@ -22,9 +22,11 @@ class StreamSource(Protocol):
     Attributes:
         is_pending: Whether something has arrived that is not complete yet, or the source does not answer: the stream is
             not idle.
+        notes: Lines to print, which the reader takes away.
     """
 
     is_pending: bool
+    notes: list[str]
 
     def restore(self, pieces: Sequence[Piece]) -> None:
         """Takes the pieces that the run has found before, in order; called once, before :meth:`new_pieces`."""
@@ -37,8 +39,8 @@ class StreamSource(Protocol):
             UserError: The source cannot be read.
         """
 
-    def blocks(self, piece: Piece) -> Iterator[ParsedBlock]:
-        """Yields the rows of a piece, equal whenever they are read.
+    def blocks(self, piece: Piece) -> Iterator[ParsedBlock | None]:
+        """Yields the rows of a piece, equal whenever they are read; None after a second in which none came.
 
         Raises:
             TemporaryFailure: The source does not answer.
