@@ -42,6 +42,7 @@ from distembed.embedding.managed_sizes import UNKNOWN, ManagedSizes
 from distembed.kernels.loading import load_identities
 
 _SLOTS, _CANDIDATES, _CLOCK, _EVICTED = range(4)
+_MOST_AHEAD = 64  # batches whose counts are kept one by one: more than any pipeline prepares ahead
 _LAST = 2**32 - 1  # the bits of an entry's second number that hold the batch of the last occurrence
 
 
@@ -52,11 +53,14 @@ class ManagedIds:
         sizes: Numbers of slots, candidates and buckets.
         rank: The rank whose buckets are here.
         world_size: The number of ranks that have buckets.
+        step: The number of batches before the next one.
     """
 
     def __init__(self, sizes: ManagedSizes) -> None:
         self.sizes = sizes
         self.rank, self.world_size = 0, 1
+        self.step = 0
+        self._counts: list[NDArray[np.int64]] = []
         self._copies: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def place(self, rank: int, world_size: int) -> None:
@@ -119,6 +123,10 @@ class ManagedIds:
     def start_batch(self) -> None:
         """Counts a batch, before the ids of its features are admitted."""
         self.state["used"][:, _CLOCK] += 1
+        self.step += 1
+        self._counts.append(np.zeros(2, np.int64))
+        if len(self._counts) > _MOST_AHEAD:  # bounds the list if take_counts is never called
+            self._counts[:2] = [self._counts[0] + self._counts[1]]
 
     def admit(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """Counts and admits ids of buckets on this rank in their order, in training; returns the slot of each.
@@ -140,7 +148,24 @@ class ManagedIds:
             self.sizes.config.admission.min_count,
             int(used[0, _CLOCK]),
         )
+        if self._counts:
+            self._counts[-1] += np.count_nonzero(slots > UNKNOWN), np.count_nonzero(ids)
         return slots
+
+    def take_counts(self, until_step: int) -> tuple[int, int]:
+        """Returns the numbers of ids with a slot and of all ids that are not missing, in batches since the last call.
+
+        Batches of later steps than the first ``until_step``, which a pipeline has prepared, are left for the next call.
+        """
+        num_taken = max(0, len(self._counts) - max(0, self.step - until_step))
+        known, present = sum(self._counts[:num_taken], np.zeros(2, np.int64)).tolist()
+        self._counts = self._counts[num_taken:]
+        return known, present
+
+    @property
+    def num_evicted(self) -> int:
+        """The number of ids that lost their slots on this rank."""
+        return int(self.state["used"][:, _EVICTED].sum())
 
     def lookup(self, ids: Int64[Tensor, "*shape"]) -> Int64[Tensor, "*shape"]:
         """Returns the slots of ids without counting them; 1 for an id that has no slot on this rank."""

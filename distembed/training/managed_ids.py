@@ -14,7 +14,7 @@ from jaxtyping import Bool
 from torch import Tensor, nn
 from torchrec.optim.keyed import KeyedOptimizer
 
-from distembed.base.ranks import Collectives
+from distembed.base.ranks import Collectives, Ranks
 from distembed.checkpoints.content import compositional_tables, live_weights
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.embedding.initialization import SeededInit
@@ -29,6 +29,13 @@ _SLOTS_AT_ONCE = 2**20
 def managed_tables(model: nn.Module) -> list[tuple[str, CompositionalEmbeddingConfig, ManagedIds]]:
     """Returns the tables of managed ids of a model, with their paths ``MODULE.TABLE`` and identities."""
     return [(path, table, table.managed) for path, table in compositional_tables(model) if table.managed is not None]
+
+
+def evicted_ids(model: nn.Module, ranks: Ranks) -> dict[str, int]:
+    """Returns, on rank 0, the number of evicted ids since the run's first step, by table; all ranks call it."""
+    own = {table.name: managed.num_evicted for _, table, managed in managed_tables(model)}
+    totals = ranks.sum(torch.tensor([*own.values()], dtype=torch.long))
+    return dict(zip(own, totals.tolist(), strict=True))
 
 
 @torch.no_grad()

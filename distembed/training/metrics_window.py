@@ -21,8 +21,10 @@ from torch import Tensor, nn
 from distembed.base.ranks import Ranks
 from distembed.sse import take_counts
 from distembed.tasks.base import Outputs, Sums, Task
+from distembed.training.managed_ids import managed_tables
 
-_LOSS, _SUM, _REPLACED, _CUMULATIVE = "loss", "sum:", "replaced:", "cumulative"
+_LOSS, _SUM, _CUMULATIVE = "loss", "sum:", "cumulative"
+_REPLACED, _SLOTS = "replaced", "slot"  # kinds of counts, before a colon and the name of a table
 
 
 @dataclass
@@ -33,7 +35,7 @@ class MetricsWindow:
         loss: The sum over the steps of this rank's loss times the step's rows on all ranks, float64; None before the
             first step. A rank's loss is its share of the batch's mean loss times the number of ranks.
         sums: The task's sums over the steps' rows on this rank, by name.
-        replaced: Number of replaced ids, and of all ids, on this rank, by table.
+        counts: :func:`id_counts` of this rank.
         rows: Number of rows of all steps on all ranks.
         started: When the first step began, in seconds of ``time.perf_counter``.
         paused: Seconds spent on evaluations and checkpoints since then.
@@ -41,7 +43,7 @@ class MetricsWindow:
 
     loss: Tensor | None = None
     sums: dict[str, Tensor] = field(default_factory=dict)
-    replaced: dict[str, Tensor] = field(default_factory=dict)
+    counts: dict[str, Tensor] = field(default_factory=dict)
     rows: int = 0
     started: float = field(default_factory=time.perf_counter)
     paused: float = 0.0
@@ -67,9 +69,9 @@ class MetricsWindow:
         self.loss = weighted if self.loss is None else self.loss + weighted
         self.sums = _added(self.sums, sums)
 
-    def add_replaced(self, counts: Mapping[str, Tensor]) -> None:
-        """Adds counts of replaced ids and of all ids, by table."""
-        self.replaced = _added(self.replaced, counts)
+    def add_counts(self, counts: Mapping[str, Tensor]) -> None:
+        """Adds :func:`id_counts`."""
+        self.counts = _added(self.counts, counts)
 
     def first_not_finite(self) -> tuple[int, float] | None:
         """Returns how many steps ago the loss was not finite for the first time, and that loss; None if all are finite.
@@ -92,8 +94,7 @@ class MetricsWindow:
         if self.loss is None:
             return {}
         tensors = {_LOSS: self.loss.reshape(1)}
-        tensors |= {f"{_SUM}{name}": total for name, total in self.sums.items()}
-        return tensors | {f"{_REPLACED}{table}": count for table, count in self.replaced.items()}
+        return tensors | {f"{_SUM}{name}": total for name, total in self.sums.items()} | self.counts
 
     @classmethod
     def restored(
@@ -124,7 +125,7 @@ class MetricsWindow:
             elif name.startswith(_SUM):
                 window.sums[name.removeprefix(_SUM)] = torch.stack(on_device).sum(0)
             else:
-                window.replaced[name.removeprefix(_REPLACED)] = torch.stack(rank_tensors).sum(0)
+                window.counts[name] = torch.stack(rank_tensors).sum(0)
         return window
 
 
@@ -172,25 +173,30 @@ def _added(totals: Mapping[str, Tensor], numbers: Mapping[str, Tensor]) -> dict[
     return {**totals, **{name: totals[name] + number if name in totals else number for name, number in numbers.items()}}
 
 
-def replaced_counts(model: nn.Module, until_step: int) -> dict[str, Tensor]:
-    """Returns each table's number of replaced ids and of all ids on this rank, int64 ``[2]``, since the last call.
+def id_counts(model: nn.Module, until_step: int) -> dict[str, Tensor]:
+    """Returns counts of ids on this rank since the last call, int64 ``[2]``, by ``replaced:TABLE`` and ``slot:TABLE``.
 
-    The pipeline works ahead; the counts of steps after ``until_step`` are left for the next call.
+    The counts are of replaced ids and of all ids, and of managed ids with a slot and of all that are not missing. The
+    pipeline works ahead; the counts of steps after ``until_step`` are left for the next call.
     """
-    return {table: torch.tensor(counts) for table, counts in take_counts(model, until_step).items()}
+    replaced = {f"{_REPLACED}:{table}": counts for table, counts in take_counts(model, until_step).items()}
+    managed = {f"{_SLOTS}:{table.name}": own.take_counts(until_step) for _, table, own in managed_tables(model)}
+    return {name: torch.tensor(counts) for name, counts in (replaced | managed).items()}
 
 
-def replaced_shares(counts: dict[str, Tensor], ranks: Ranks) -> dict[str, float]:
-    """Returns, on rank 0, the share of replaced ids on all ranks, by table; an empty dictionary on other ranks.
+def id_shares(counts: dict[str, Tensor], ranks: Ranks) -> dict[str, dict[str, float]]:
+    """Returns, on rank 0, ``replaced_share`` and ``slot_share``, each by table; nothing on other ranks.
 
-    ``counts`` are this rank's :func:`replaced_counts`. Tables that saw no ids are left out. All ranks call it.
+    ``counts`` are this rank's :func:`id_counts`. Tables that saw no ids are left out. All ranks call it.
     """
     # a row of zeros, which zip ignores below, since a model without tables has nothing to stack
     totals = ranks.sum(torch.stack([*counts.values(), torch.zeros(2, dtype=torch.long)]))
-    if not ranks.is_first:
-        return {}
-    by_table = zip(counts, totals.tolist(), strict=False)
-    return {table: replaced / num_seen for table, (replaced, num_seen) in by_table if num_seen}
+    shares: dict[str, dict[str, float]] = {}
+    for name, (count, num_ids) in zip(counts, totals.tolist() if ranks.is_first else (), strict=False):
+        if num_ids:
+            kind, _, table = name.partition(":")
+            shares.setdefault(f"{kind}_share", {})[table] = count / num_ids
+    return shares
 
 
 class TrainingProgress:

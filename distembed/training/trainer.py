@@ -260,6 +260,8 @@ class Trainer:
         """Steps until step ``end``, or until a stream has no rows; returns whether the run was interrupted before."""
         self._rows_in_flight.clear()
         set_step(self._state.model, self._step)
+        for _, _, managed in managed_tables(self._state.model):
+            managed.step = self._step
         for loss, outputs in self._state.pipeline.outputs(self._batches(end - self._step)):
             self._step += 1
             self._state.averages.update(self._step)

@@ -16,12 +16,13 @@ from distembed.data.stream.reader import StreamReader
 from distembed.tasks.base import Outputs
 from distembed.training.build import TrainingState
 from distembed.training.config import Config
+from distembed.training.managed_ids import evicted_ids
 from distembed.training.metrics_window import (
     CumulativeSums,
     MetricsWindow,
     TrainingProgress,
-    replaced_counts,
-    replaced_shares,
+    id_counts,
+    id_shares,
 )
 from distembed.training.pipeline import gather_unreadable, keep_batch
 from distembed.training.run_folder.folder import RunFolder
@@ -112,8 +113,9 @@ class TrainingLog:
         if most_unreadable and isinstance(self._reader, BatchReader):
             self.unreadable = gather_unreadable(self.unreadable, self._reader, most_unreadable, self.progress.say)
         window = self._window
-        window.add_replaced(replaced_counts(self._state.model, step))
-        replaced = replaced_shares(window.replaced, self._ranks)  # of ids, which SSE replaced
+        window.add_counts(id_counts(self._state.model, step))
+        shares = id_shares(window.counts, self._ranks)
+        evicted = evicted_ids(self._state.model, self._ranks)
         assert window.loss is not None
         sums = self._ranks.sum_all({**window.sums, _LOSSES: window.loss})
         seconds = window.seconds
@@ -136,7 +138,8 @@ class TrainingLog:
             **task.training_metrics(sums),
             "samples_per_second": window.rows / seconds,
             "learning_rate": learning_rate,
-            **({"replaced_share": replaced} if replaced else {}),
+            **shares,
+            **({"evicted_ids": evicted} if evicted else {}),
             **({"unreadable_row_groups": len(self.unreadable)} if self.unreadable else {}),
             **progressive,
         }
@@ -151,11 +154,11 @@ class TrainingLog:
     def values(self, step: int) -> dict[str, Any]:
         """Returns the values that all ranks share after step ``step``, for a checkpoint.
 
-        Call it before :meth:`tensors`, since it takes counts of replaced ids into the window.
+        Call it before :meth:`tensors`, since it takes counts of ids into the window.
         RunError is raised if a loss is not finite: weights that have met a NaN must not replace good ones.
         """
         self.require_finite(step)
-        self._window.add_replaced(replaced_counts(self._state.model, step))
+        self._window.add_counts(id_counts(self._state.model, step))
         return {
             "samples": self.samples,
             "seconds": self._seconds,

@@ -74,7 +74,7 @@ class DictionaryPolicy:
     """All buckets of a table."""
 
     def __init__(self, config: ManagedConfig) -> None:
-        sizes = ManagedSizes("any", config)
+        sizes, self.config = ManagedSizes("any", config), config
         slots = range(2, 2 + sizes.num_buckets * sizes.slots_per_bucket)
         self.clock = 0
         self.buckets = [

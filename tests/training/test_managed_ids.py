@@ -52,6 +52,10 @@ def assert_equal(run: Path, other: Path, only: str = "", tolerance: float = 0.0)
         torch.testing.assert_close(first[name], second[name], rtol=tolerance, atol=tolerance)
 
 
+def counts(run: Path) -> list[Any]:
+    return [(line["slot_share"], line["evicted_ids"]) for line in metrics(run, "train")]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("managed")
@@ -60,20 +64,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_identities_are_a_dictionarys(folder: Path) -> None:
-    expected = DictionaryPolicy(managed_config(102, "lru", min_count=2, candidates=400, every=7))
+def test_identities_and_counts_are_a_dictionarys(folder: Path) -> None:
+    c3 = managed_config(102, "lru", min_count=2, candidates=400, every=7)
+    policies = {"C3": DictionaryPolicy(c3), "M": DictionaryPolicy(managed_config(40, every=10))}
     reader = BatchReader(str(folder / "data"), "train", BatchOrder(64, seed=0), prefetch_batches=0)
-    for step, batch in enumerate((batch for _ in range(2) for batch in reader), start=1):
-        if step > 40:
-            break
-        expected.batch(batch["sparse_features"]["C3"].values().tolist())
-        if step % 7 == 0:
-            expected.evict()
-    known = {id: own for id, own in expected.buckets[0].seen.items() if own.slot is not None}
-    entries = saved(folder / "1")["model.model.embeddings.C3__entries"][0, :100]
-    assert {int(id): slot + 2 for slot, (id, _) in enumerate(entries)} == {id: own.slot for id, own in known.items()}
-    assert expected.evicted > 50
-    assert int(saved(folder / "1")["model.model.embeddings.C3__used"][0, 3]) == expected.evicted
+    batches = [batch["sparse_features"] for _ in range(2) for batch in reader]
+    for step, (batch, line) in enumerate(zip(batches, metrics(folder / "1", "train"), strict=False), start=1):
+        slots = {name: np.array(policy.batch(batch[name].values().tolist())) for name, policy in policies.items()}
+        assert line["slot_share"] == {name: (own > 1).sum() / (own > 0).sum() for name, own in slots.items()}
+        assert line["evicted_ids"] == {name: policy.evicted for name, policy in policies.items()}
+        for policy in policies.values():
+            if step % policy.config.eviction.every == 0:
+                policy.evict()
+    assert step == 40
+    for name, policy in policies.items():
+        known = {id: own.slot for id, own in policy.buckets[0].seen.items() if own.slot is not None}
+        entries = saved(folder / "1")[f"model.model.embeddings.{name}__entries"][0, : len(known)]
+        assert {int(id): slot + 2 for slot, (id, _) in enumerate(entries)} == known
+        assert policy.evicted > 2
+        assert int(saved(folder / "1")[f"model.model.embeddings.{name}__used"][0, 3]) == policy.evicted
 
 
 @pytest.mark.distributed
@@ -89,10 +98,12 @@ def test_resharded_and_resumed_runs_equal_undisturbed_ones(
     assert_equal(tmp_path / "whole", folder / "1", "__used")
     assert_equal(tmp_path / "whole", folder / "1", tolerance=1e-4)
     assert losses(tmp_path / "whole") == pytest.approx(losses(folder / "1"), rel=1e-4)
+    assert counts(tmp_path / "whole") == counts(folder / "1")
     for others in {ranks, resumed_on}:
         run = stopped_at(25, tmp_path / "whole", tmp_path / f"resumed-{others}")
         distembed("train", config, *SETTINGS, *layout, "--resume", "--run-dir", run, ranks=others)
         assert_equal(run, tmp_path / "whole", "__entries")
+        assert counts(run) == counts(folder / "1")
         # the sum of four gradients depends on their order, which another all-reduce may change
         assert_equal(run, tmp_path / "whole", tolerance=0.0 if others == ranks < 4 else 1e-4)
 

@@ -29,7 +29,7 @@ def sums_of(outputs: Outputs) -> Outputs:
 def fill(window: MetricsWindow, rank: int, start: int, stop: int) -> MetricsWindow:
     for loss, outputs in steps(rank, stop)[start:]:
         window.add(loss, sums_of({"a.logits": outputs}), ROWS)
-        window.add_replaced({"C1": torch.tensor([rank, 5]), "a.b": torch.tensor([1, 2])})
+        window.add_counts({"replaced:C1": torch.tensor([rank, 5]), "slot:a.b": torch.tensor([1, 2])})
     return window
 
 
@@ -51,9 +51,9 @@ def test_the_same_ranks_go_on_to_the_bit(stop: int) -> None:
         assert restored.sums.keys() == whole.sums.keys() == {"a.rows", "logits"}
         assert all(torch.equal(restored.sums[name], total) for name, total in whole.sums.items())
         assert whole.sums["a.rows"].tolist() == [sum(1 + i % 3 for i in range(9))] * 2
-        assert {name: count.tolist() for name, count in restored.replaced.items()} == {
-            "C1": [9 * rank, 45],
-            "a.b": [9, 18],
+        assert {name: count.tolist() for name, count in restored.counts.items()} == {
+            "replaced:C1": [9 * rank, 45],
+            "slot:a.b": [9, 18],
         }
 
 
@@ -69,7 +69,7 @@ def test_other_ranks_go_on_with_the_same_sums(before: int, now: int) -> None:
         mean += 0.0 if window.loss is None else float(window.loss) / window.rows / now
         num_rows += int(window.sums["a.rows"][0]) if window.sums else 0
         total += float(window.sums["logits"]) if window.sums else 0.0
-        seen += sum((count.numpy() for count in window.replaced.values()), np.zeros(2, np.int64))
+        seen += sum((count.numpy() for count in window.counts.values()), np.zeros(2, np.int64))
     drawn = [steps(rank, 5) for rank in range(before)]
     assert mean == pytest.approx(np.mean([[float(loss) for loss, _ in own] for own in drawn]), rel=1e-12)
     expected = torch.cat([outputs for own in drawn for _, outputs in own])
