@@ -144,8 +144,8 @@ def export_command(
         typer.Option(
             "--delta-since",
             metavar="VERSION",
-            help="Write a delta: only what changed since VERSION, an exported model or the delta before. The delta has "
-            "VERSION's precision and forms of tables.",
+            help="Write a delta: only what changed since VERSION, an exported model or the delta before, or since the "
+            "newest version in a folder. The delta has VERSION's precision and forms of tables.",
         ),
     ] = None,
     data: DataOption = None,

@@ -38,7 +38,13 @@ from distembed.serving.model_folder.identities import IDS_BY_SLOT, SORTED_IDS, S
 from distembed.serving.model_folder.manifest import DeltaManifest, ExportManifest
 from distembed.serving.model_folder.programs import Program, join_programs
 from distembed.serving.model_folder.reading import read_manifest, read_sample, sample_inputs
-from distembed.serving.model_folder.versions import Version, newest_version, numbering_versions, version_chain
+from distembed.serving.model_folder.versions import (
+    Version,
+    find_version,
+    newest_version,
+    numbering_versions,
+    version_chain,
+)
 from distembed.serving.whole_model import load_whole_model
 from distembed.training.trained_run import TrainedRun
 
@@ -62,10 +68,12 @@ def export_delta(run: TrainedRun, output: Path, since: Path) -> ExportedDelta:
     Args:
         run: The run that the earlier version was exported from, or one initialised from it.
         output: The folder.
-        since: The earlier version: an exported model, or a delta beside the versions that it goes back to.
+        since: The earlier version: an exported model, or a delta beside the versions that it goes back to. The folder
+            of all versions stands for the newest one.
 
     Raises:
-        UserError: The run's programs are not the earlier version's, a later version is there, or a version is missing.
+        UserError: The run's programs are not the earlier version's, a later version is there, a version is missing, or
+            nothing changed.
         RunError: The scores differ from the trained model's, or the folder cannot be written.
     """
     parent = output.resolve().parent
@@ -73,7 +81,7 @@ def export_delta(run: TrainedRun, output: Path, since: Path) -> ExportedDelta:
         numbering_versions(parent),
         staged_folder(output, overwrite=False, kind="delta", marker=DELTA_NAME) as folder,
     ):
-        chain = version_chain(since)
+        chain = version_chain(find_version(since))
         _require_newest(chain[-1], parent)
         exported, manifest = chain[0].folder, read_manifest(chain[0].folder)
         _require_same_programs(run, exported, manifest)
@@ -87,6 +95,8 @@ def export_delta(run: TrainedRun, output: Path, since: Path) -> ExportedDelta:
         for file, module in modules.items():
             saved = SavedWeights(exported / file, [change for change in earlier if change.program == file])
             changes += changed_rows(file, module, saved)
+        if not changes:
+            raise UserError(f"{run.folder} has not changed since {chain[-1].folder}: export after its next checkpoint.")
         network, *shards = modules.values()
         program = join_programs(network, shards, manifest)
         check = parity_check(trained, model, program, manifest.precision)

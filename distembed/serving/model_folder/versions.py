@@ -61,6 +61,17 @@ def read_version(folder: Path) -> Version:
     return Version(folder, manifest.sequence, _identity(folder / MANIFEST_NAME), manifest.step)
 
 
+def find_version(folder: Path) -> Path:
+    """Returns the folder of a version: the given one, or that of the newest version in a folder of versions."""
+    is_parent = folder.is_dir() and not _is_version(folder)
+    newest = newest_version(folder) if is_parent else None
+    return folder if newest is None else newest.folder
+
+
+def _is_version(folder: Path) -> bool:
+    return any(os.path.isfile(folder / name) for name in (DELTA_NAME, MANIFEST_NAME))
+
+
 def _identity(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
@@ -68,10 +79,7 @@ def _identity(file: Path) -> str:
 def version_folders(parent: Path) -> list[Path]:
     """Returns the folders in ``parent`` that may hold versions, by name; folders being written have hidden names."""
     try:
-        folders = [folder for folder in parent.iterdir() if not folder.name.startswith(".")]
-        return sorted(
-            each for each in folders if any(os.path.isfile(each / name) for name in (DELTA_NAME, MANIFEST_NAME))
-        )
+        return sorted(each for each in parent.iterdir() if not each.name.startswith(".") and _is_version(each))
     except OSError as error:
         raise UserError(f"the folder of versions {parent} cannot be read: {error}; name another.") from error
 
