@@ -24,6 +24,7 @@ from distembed.reports.comparison import (
     ReportColumn,
     RunGroup,
     best_first,
+    format_number,
     group_runs,
     report_columns,
     reported_metrics,
@@ -194,6 +195,7 @@ def render_run_report(
         section("Comparison" if len(record_of_run) > 1 else "Result", _comparison(shown, is_numbered)),
         "" if means is None else section("Means over seeds", _means(means)),
         "" if len(record_of_run) == 1 else section("What differs", _differences(groups, is_numbered)),
+        _periods(record_of_run, summaries),
         section("Curves", _legend(groups, is_numbered) + _figures(shown)),
         section("Runs", "".join(_run_details(run, name) for name, run in record_of_run.items())),
     ]
@@ -248,6 +250,35 @@ def _differences(groups: Sequence[RunGroup], is_numbered: bool) -> str:
 def _group_name(number: int, group: RunGroup, is_numbered: bool) -> str:
     """Returns the line of a group of runs, its number where figures have numbers, and its name."""
     return f"{line_swatch(number)}{f'{number + 1} ' if is_numbered else ''}{escape(group.name)}"
+
+
+def _periods(record_of_run: Mapping[str, RunRecord], summaries: Sequence[RunSummary]) -> str:
+    """Returns the section of the metrics of streams by day or hour; empty where no run has any.
+
+    One run has a column for each metric, several runs have one each for the first metric.
+    """
+    by_run = {name: {line.split: line for line in run.periods} for name, run in record_of_run.items() if run.periods}
+    lines = [line for run in by_run.values() for line in run.values()]
+    metrics = [metric for metric in reported_metrics(summaries) if any(metric.name in line.metrics for line in lines)]
+    if not metrics:
+        return ""
+    is_one = len(by_run) == 1
+    columns = [(name, metric) for name in by_run for metric in (metrics if is_one else metrics[:1])]
+    headings = ["UTC", "rows", *(metric.heading if is_one else name for name, metric in columns)]
+    rows = ""
+    for period in sorted({line.split for line in lines}):
+        num_rows = max(line.metric("rows") for line in lines if line.split == period)
+        cells = [format_number(num_rows, ",.0f")]
+        for name, metric in columns:
+            line = by_run[name].get(period)
+            cells.append(format_number(math.nan if line is None else line.metric(metric.name), metric.number_format))
+        rows += f'<tr><th scope="row">{escape(period)}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
+    note = (
+        f"{'Metrics' if is_one else metrics[0].heading} of rows by their own time, each scored before it was trained."
+    )
+    heading = "".join(f"<th>{escape(text)}</th>" for text in headings)
+    table = f'<div class="wide"><table class="settings"><tr>{heading}</tr>{rows}</table></div>\n'
+    return section("By time", f"{table}<p>{escape(note)}</p>\n")
 
 
 def _means(means: GroupTable) -> str:

@@ -7,6 +7,7 @@ evaluations exact.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,7 +23,15 @@ from distembed.data.dataset.schema import LABELS, SPARSE_FEATURES, WEIGHTS
 from distembed.data.reader.batch import Batch
 from distembed.data.table.vocabulary import reserved_ids
 from distembed.tasks.base import BatchPosition, Outputs, Rows, Sums, Task, TaskContext
-from distembed.tasks.binary_metrics import BinaryMetrics, bin_counts, binned_auc, calibration_bins, grouped_auc, sigmoid
+from distembed.tasks.binary_metrics import (
+    BinaryMetrics,
+    bin_counts,
+    binary_entropy,
+    binned_auc,
+    calibration_bins,
+    grouped_auc,
+    sigmoid,
+)
 from distembed.tasks.click_config import ClickConfig
 from distembed.tasks.reported_metrics import CLICK_METRICS, GROUPED_METRICS, headline_first
 from distembed.tasks.row_weights import RowWeights, total_weight, weights_of
@@ -113,10 +122,25 @@ class ClickTask(Task):
         return metrics | {"gauc": grouped.value, "gauc_groups": grouped.num_groups, "gauc_rows": grouped.num_rows}
 
     def training_sums(self, outputs: Outputs) -> Outputs:
-        return {"bins": bin_counts(outputs["logits"], outputs["labels"], outputs.get(WEIGHTS))}
+        weights = outputs.get(WEIGHTS)
+        logits, labels = outputs["logits"].double(), outputs["labels"]
+        losses = nn.functional.binary_cross_entropy_with_logits(logits, labels.double(), reduction="none")
+        numbers = torch.stack([losses, logits.sigmoid()])
+        totals = (numbers if weights is None else numbers * weights.double()).sum(dim=1)
+        return {"bins": bin_counts(outputs["logits"], labels, weights), "losses": totals}
 
     def training_metrics(self, sums: Sums) -> dict[str, float]:
-        return {"auc": binned_auc(sums["bins"])}
+        (loss, predicted), (_, positive) = sums["losses"].tolist(), sums["bins"].sum(axis=1).tolist()
+        total = float(sums["bins"].sum())
+        if total == 0:
+            return dict.fromkeys(("auc", "logloss", "normalized_entropy", "calibration"), math.nan)
+        entropy = binary_entropy(positive / total)
+        return {
+            "auc": binned_auc(sums["bins"]),
+            "logloss": loss / total,
+            "normalized_entropy": loss / total / entropy if entropy > 0 else math.nan,
+            "calibration": predicted / positive if positive else math.nan,
+        }
 
     def predictions(self, rows: Rows) -> dict[str, npt.NDArray[np.float32]]:
         return {"prediction": sigmoid(rows["logits"]).astype(np.float32), "label": rows["labels"]}

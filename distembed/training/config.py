@@ -148,12 +148,18 @@ class Config:
         return self
 
     @model_validator(mode="after")
-    def _ages_are_weights(self) -> "Config":
-        """Refuses weights by age for a task that takes all rows alike."""
+    def _rows_have_times(self) -> "Config":
+        """Refuses weights by age, and metrics by day, for a task that does not take single rows."""
         if self.train.half_life_days is not None and isinstance(self.task, RecommendingConfig):
             raise ValueError(
                 f"train.half_life_days is {self.train.half_life_days:g}, and the task {self.task.name!r} takes all "
                 "rows alike; leave it out"
+            )
+        stream = self.data.stream
+        if stream is not None and stream.metrics_by is not None and isinstance(self.task, RecommendingConfig):
+            raise ValueError(
+                f"data.stream.metrics_by is {stream.metrics_by!r}, and the task {self.task.name!r} has no metrics of "
+                "single rows; leave it out"
             )
         return self
 

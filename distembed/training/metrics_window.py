@@ -19,9 +19,11 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from torch import Tensor, nn
 
 from distembed.base.ranks import Ranks
+from distembed.data.dataset.periods import MOST_PERIODS, StepPeriods
 from distembed.sse import take_counts
 from distembed.tasks.base import Outputs, Sums, Task
 from distembed.training.managed_ids import managed_tables
+from distembed.training.period_metrics import PERIOD_TOTALS
 
 _LOSS, _SUM, _CUMULATIVE = "loss", "sum:", "cumulative"
 _REPLACED, _SLOTS = "replaced", "slot"  # kinds of counts, before a colon and the name of a table
@@ -37,6 +39,7 @@ class MetricsWindow:
         sums: The task's sums over the steps' rows on this rank, by name.
         counts: :func:`id_counts` of this rank.
         rows: Number of rows of all steps on all ranks.
+        period_rows: Number of these rows by period, of a stream with metrics by period.
         started: When the first step began, in seconds of ``time.perf_counter``.
         paused: Seconds spent on evaluations and checkpoints since then.
     """
@@ -45,6 +48,7 @@ class MetricsWindow:
     sums: dict[str, Tensor] = field(default_factory=dict)
     counts: dict[str, Tensor] = field(default_factory=dict)
     rows: int = 0
+    period_rows: dict[int, int] = field(default_factory=dict)
     started: float = field(default_factory=time.perf_counter)
     paused: float = 0.0
     _unseen_losses: list[Tensor] = field(default_factory=list)
@@ -69,6 +73,14 @@ class MetricsWindow:
         self.loss = weighted if self.loss is None else self.loss + weighted
         self.sums = _added(self.sums, sums)
 
+    def add_periods(self, periods: StepPeriods) -> StepPeriods:
+        """Adds a step's numbers of rows by period; returns the step's periods without those beyond the most."""
+        for number, count in periods.num_rows.items():
+            if number in self.period_rows or len(self.period_rows) < MOST_PERIODS:
+                self.period_rows[number] = self.period_rows.get(number, 0) + count
+        known = {number: count for number, count in periods.num_rows.items() if number in self.period_rows}
+        return StepPeriods(periods.of_rows, known)
+
     def add_counts(self, counts: Mapping[str, Tensor]) -> None:
         """Adds :func:`id_counts`."""
         self.counts = _added(self.counts, counts)
@@ -87,7 +99,8 @@ class MetricsWindow:
 
     def values(self, world_size: int) -> dict[str, Any]:
         """Returns the values that all ranks share, for JSON; ``world_size`` is the number of ranks."""
-        return {"rows": self.rows, "seconds": self.seconds, "world_size": world_size}
+        values = {"rows": self.rows, "seconds": self.seconds, "world_size": world_size}
+        return {**values, "period_rows": list(self.period_rows.items())} if self.period_rows else values
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns this rank's part of the window, by names; nothing where there are no steps."""
@@ -112,10 +125,11 @@ class MetricsWindow:
             world_size: Number of ranks now.
             device: The device of this rank.
         """
-        window = cls(rows=values["rows"], started=time.perf_counter() - values["seconds"])
+        period_rows = dict(values.get("period_rows", ()))
+        window = cls(rows=values["rows"], period_rows=period_rows, started=time.perf_counter() - values["seconds"])
         for name, rank_tensors in tensors.items():
             on_device = [saved.to(device) for saved in rank_tensors]
-            if name.startswith(_CUMULATIVE):
+            if name.startswith((_CUMULATIVE, PERIOD_TOTALS)):
                 continue
             if name == _LOSS:
                 total = torch.stack(on_device).sum(0)[0]

@@ -25,6 +25,7 @@ from distembed.checkpoints.content import Progress
 from distembed.checkpoints.run_checkpoints import Checkpoints
 from distembed.checkpoints.saved import STEPS_BEFORE
 from distembed.checkpoints.store import BEST, checkpoint_place
+from distembed.data.dataset.periods import StepPeriods
 from distembed.data.reader import Batch
 from distembed.data.stream.reader import ENDLESS, StreamReader
 from distembed.embedding.occurrences import id_occurrences
@@ -119,7 +120,9 @@ class Trainer:
         self._evaluated_step: int | None = None
         self._validated_step = 0
         self._id_counts: dict[str, Tensor] | None = None
-        self._rows_in_flight = deque[int]()  # of the steps whose batches the pipeline has taken
+        self._rows_in_flight = deque[
+            tuple[int, StepPeriods | None]
+        ]()  # of the steps whose batches the pipeline has taken
         self._stops = False
         self._log = TrainingLog(config, folder, ranks, self._state, self._reader)
         self._resumed = self._restore() if start.resume else None
@@ -211,7 +214,10 @@ class Trainer:
                     raise failure or Interrupted(f"interrupted after step {self._step}; go on with --resume.")
                 if self.is_finished and self._log.has_steps:
                     self._log.write(self._step, self._learning_rate)  # a stream may end, or stop, between two lines
+                if self.is_finished:
+                    self._log.end(self._step)
                 self._save_and_evaluate()
+            self._log.end(self._step)  # after an evaluation that stops the run
             if self._step < self.num_steps:
                 reason = self._best.reason_to_stop(self._state.task.headline)
                 self._progress.say(f"{self._at_step}  {reason}")
@@ -265,7 +271,7 @@ class Trainer:
         for loss, outputs in self._state.pipeline.outputs(self._batches(end - self._step)):
             self._step += 1
             self._state.averages.update(self._step)
-            self._log.add_step(self._step, loss, outputs, self._rows_in_flight.popleft())
+            self._log.add_step(self._step, loss, outputs, *self._rows_in_flight.popleft())
             if self._step % self._config.train.log_every == 0 or self._step == self.num_steps:
                 self._log.write(self._step, self._learning_rate)
             self._progress.advance(self._step)
@@ -285,7 +291,7 @@ class Trainer:
         self._set_learning_rates()
         batches, step = islice(iter(self._reader), count), self._step
         while not self._stops and (batch := next(batches, None)) is not None:
-            self._rows_in_flight.append(batch.global_batch_size)
+            self._rows_in_flight.append((batch.global_batch_size, batch.periods))
             first_row = self._ranks.rank * batch.global_batch_size // self._ranks.world_size
             yield prepared_batch(self._state.task, batch, BatchPosition(step, first_row), self._ranks.device)
             step += 1

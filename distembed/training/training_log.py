@@ -3,7 +3,7 @@
 Each rank has a :class:`TrainingLog`; rank 0 records and shows its lines.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from distembed.base.ranks import Ranks
 from distembed.checkpoints.checkpoint import ResumedRun
+from distembed.data.dataset.periods import StepPeriods
 from distembed.data.reader import BatchReader
 from distembed.data.stream.reader import StreamReader
 from distembed.tasks.base import Outputs
@@ -24,6 +25,7 @@ from distembed.training.metrics_window import (
     id_counts,
     id_shares,
 )
+from distembed.training.period_metrics import PeriodMetrics, sums_by_period, with_all_periods
 from distembed.training.pipeline import gather_unreadable, keep_batch
 from distembed.training.run_folder.folder import RunFolder
 
@@ -63,6 +65,8 @@ class TrainingLog:
         self._reader = reader
         self._window = MetricsWindow()
         self._cumulative = CumulativeSums()
+        stream = config.data.stream
+        self._periods = None if stream is None or stream.metrics_by is None else PeriodMetrics(stream.metrics_by)
         self._seconds = 0.0
         self.samples = 0
         self.unreadable: dict[str, str] = {}
@@ -80,15 +84,21 @@ class TrainingLog:
             values, tensors = resumed.values["window"], resumed.tensors
             self._window = MetricsWindow.restored(values, tensors, self._ranks.world_size, self._ranks.device)
             self._cumulative = CumulativeSums.restored(tensors)
+            if self._periods is not None and self._ranks.is_first:
+                self._periods.restore(resumed.values["periods"], tensors)
 
     def pause(self) -> AbstractContextManager[None]:
         """Leaves the time of the block out of the speed of training."""
         return self._window.pause()
 
-    def add_step(self, step: int, loss: Tensor, outputs: Outputs, rows: int) -> None:
+    def add_step(self, step: int, loss: Tensor, outputs: Outputs, rows: int, periods: StepPeriods | None) -> None:
         """Adds step ``step``, of ``rows`` rows on all ranks; on a CPU refuses a loss that is not finite."""
         self.samples += rows
-        self._window.add(loss, self._state.task.training_sums(outputs), rows)
+        task = self._state.task
+        sums = task.training_sums(outputs)
+        if periods is not None:
+            sums = {**sums, **sums_by_period(task, outputs, sums, self._window.add_periods(periods))}
+        self._window.add(loss, sums, rows)
         # reading a GPU's tensor waits for its stream: losses on a GPU are checked once for each line of metrics
         if loss.device.type == "cpu":
             self.require_finite(step)
@@ -117,7 +127,8 @@ class TrainingLog:
         shares = id_shares(window.counts, self._ranks)
         evicted = evicted_ids(self._state.model, self._ranks)
         assert window.loss is not None
-        sums = self._ranks.sum_all({**window.sums, _LOSSES: window.loss})
+        window_sums = with_all_periods(window.sums, window.period_rows)
+        sums = self._ranks.sum_all({**window_sums, _LOSSES: window.loss})
         seconds = window.seconds
         self._seconds += seconds
         self._window = MetricsWindow()
@@ -127,6 +138,7 @@ class TrainingLog:
         losses = float(sums.pop(_LOSSES)) / self._ranks.world_size
         task = self._state.task
         progressive: dict[str, Any] = {}
+        period_lines = [] if self._periods is None else self._periods.add(task, window.period_rows, sums)
         if isinstance(self._reader, StreamReader):
             self._cumulative.add(losses, sums)
             progressive = self._cumulative.metrics(task, self.samples) | self._reader.counts
@@ -150,6 +162,19 @@ class TrainingLog:
             f"lr {learning_rate:.3g}"
         )
         self.progress.show(step, shown, speed / self._config.train.batch_size)
+        self._write_periods(step, period_lines)
+
+    def end(self, step: int) -> None:
+        """Records, at the end of a stream after step ``step``, the lines of periods that have changed."""
+        if self._periods is not None and self._ranks.is_first:
+            self._write_periods(step, self._periods.changed_lines(self._state.task))
+
+    def _write_periods(self, step: int, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Records and shows lines of periods."""
+        for line in lines:
+            self._folder.record("period", step, line)
+            shown = self._state.task.describe_training(line)
+            self.progress.say(f"{line['period']}  {shown}  ({line['rows']:,} rows)")
 
     def values(self, step: int) -> dict[str, Any]:
         """Returns the values that all ranks share after step ``step``, for a checkpoint.
@@ -164,11 +189,13 @@ class TrainingLog:
             "seconds": self._seconds,
             "window": self._window.values(self._ranks.world_size),
             **({"unreadable": self.unreadable} if self.unreadable else {}),
+            **({} if self._periods is None else {"periods": self._periods.to_json()}),
         }
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns this rank's sums for a checkpoint, by name."""
-        return {**self._window.tensors(), **self._cumulative.tensors()}
+        by_period = {} if self._periods is None else self._periods.tensors()
+        return {**self._window.tensors(), **self._cumulative.tensors(), **by_period}
 
     def restore(self, values: Mapping[str, Any]) -> None:
         """Restores the counts of a checkpoint's :meth:`values`; :meth:`begin` restores its sums."""

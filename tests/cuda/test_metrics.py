@@ -15,6 +15,7 @@ from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
 from distembed.base.ranks import Ranks
+from distembed.data.dataset.periods import StepPeriods, rows_by_period
 from distembed.data.dataset.schema import WEIGHTS
 from distembed.data.reader.batch import Batch
 from distembed.tasks import ClickTask, NextItemConfig, RankingConfig, RatingTask, Task
@@ -23,6 +24,7 @@ from distembed.tasks.binary_metrics import exact_auc
 from distembed.training import interruption
 from distembed.training.interruption import Interruption
 from distembed.training.metrics_window import MetricsWindow
+from distembed.training.period_metrics import sums_by_period
 from tests.cuda.pretend import CUDA, Refused, pretend_cuda
 from tests.processes import run_processes
 from tests.ranks import free_port, run_on_ranks
@@ -62,6 +64,17 @@ def test_steps_are_summed_up_on_the_device_without_a_wait(name: str) -> None:
     with pretend_cuda():
         assert all(total.device == CUDA for total in window.sums.values())
         assert window.loss is not None and window.loss.device == CUDA
+
+
+@pytest.mark.parametrize("name", ["click", "rating"])
+def test_rows_of_two_days_are_summed_up_on_the_device_without_a_wait(name: str) -> None:
+    make, names = TASKS[name]
+    with pretend_cuda(never):
+        outputs = outputs_of(names)
+    with pretend_cuda():
+        task, days = make(), np.arange(ROWS) % 2
+        by_day = sums_by_period(task, outputs, task.training_sums(outputs), StepPeriods(days, rows_by_period(days)))
+        assert len(by_day) % 2 == 0 and all(total.device == CUDA for total in by_day.values())
 
 
 def test_an_exact_area_after_each_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

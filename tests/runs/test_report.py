@@ -116,6 +116,20 @@ def test_numbers_are_those_of_the_run_folder(tmp_path: Path) -> None:
     assert "20 quotient_remainder, 6 full" in page.text and "4 min" in page.text
 
 
+def test_days_of_streams_are_a_table_of_their_last_lines(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / name) for name in "ab"]
+    for number, run in enumerate(runs):
+        with (run / "metrics.jsonl").open("a") as file:
+            for day, rows, auc in (("2026-01-01", 900, 0.6), ("2026-01-02", 800, 0.65), ("2026-01-01", 1000, 0.61)):
+                line = {"kind": "period", "step": 31, "period": day, "rows": rows, "auc": auc + number / 10}
+                file.write(json.dumps({**line, "logloss": 0.5}) + "\n")
+    page, _ = report(tmp_path, runs[0])
+    days = [["2026-01-01", "1,000", "0.6100", "0.5000"], ["2026-01-02", "800", "0.6500", "0.5000"]]
+    assert [["UTC", "rows", "AUC", "logloss"], *days] in page.tables
+    page, _ = report(tmp_path, *runs)
+    assert ["2026-01-01", "1,000", "0.6100", "0.7100"] in [row for table in page.tables for row in table]
+
+
 @pytest.mark.parametrize("attack", ["<script>alert(1)</script>", 'a"b<c>&', "</pre></details><b>"])
 def test_what_comes_from_a_run_is_escaped(tmp_path: Path, attack: str) -> None:
     run = make_run(tmp_path / "run", name=attack)

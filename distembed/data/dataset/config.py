@@ -12,6 +12,7 @@ from distembed.base.machine import usable_cores
 from distembed.base.names import STRICT, one_of
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.mirror import DEFAULT_CACHE_BYTES, dataset_folder
+from distembed.data.dataset.periods import PeriodKind
 from distembed.data.dataset.schema import SCHEMAS, Schema
 from distembed.data.remote import is_url
 
@@ -32,6 +33,7 @@ class StreamConfig:
         max_rejected: Largest share of malformed rows, counted from the first row on; null for no limit.
         max_bad_files: Largest number of files that cannot be read; null for no limit.
         poll_seconds: Seconds between two looks at a source that has no rows.
+        metrics_by: ``day`` or ``hour`` for metrics by the times of rows, in UTC; null for none.
         kafka_properties: File of ``NAME=VALUE`` lines for librdkafka, such as ``sasl.password``; null for none.
     """
 
@@ -41,6 +43,7 @@ class StreamConfig:
     max_rejected: Annotated[float, Field(ge=0, le=1)] | None = None
     max_bad_files: Annotated[int, Field(ge=0)] | None = None
     poll_seconds: Annotated[float, Field(gt=0)] = 1.0
+    metrics_by: PeriodKind | None = None
     kafka_properties: str | None = None
 
 

@@ -97,6 +97,7 @@ class RecordBlock:
 
     records: NDArray[Any]  # row-major array of the single-valued columns [num_rows, width]; see RecordLayout
     jagged: dict[str, Jagged]  # columns of lists by their names
+    periods: NDArray[np.int64] | None = None  # of a stream's rows: their days or hours, where these are reported
 
     def gather(self, rows: NDArray[np.int64]) -> RecordBlock:
         lists = {name: column.gather(rows) for name, column in self.jagged.items()}
@@ -106,10 +107,14 @@ class RecordBlock:
         """Returns the rows from ``start`` to ``stop`` - 1, as far as the block has them; records are not copied."""
         rows = np.arange(len(self.records))[start:stop]
         return RecordBlock(
-            self.records[start:stop], {name: column.gather(rows) for name, column in self.jagged.items()}
+            self.records[start:stop],
+            {name: column.gather(rows) for name, column in self.jagged.items()},
+            None if self.periods is None else self.periods[start:stop],
         )
 
     @classmethod
     def concatenate(cls, blocks: Sequence[RecordBlock]) -> RecordBlock:
         records = np.concatenate([block.records for block in blocks])
-        return cls(records, {name: Jagged.concatenate([b.jagged[name] for b in blocks]) for name in blocks[0].jagged})
+        lists = {name: Jagged.concatenate([block.jagged[name] for block in blocks]) for name in blocks[0].jagged}
+        periods = [block.periods for block in blocks if block.periods is not None]
+        return cls(records, lists, np.concatenate(periods) if periods else None)

@@ -26,6 +26,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
+from distembed.data.dataset.periods import StepPeriods
 from distembed.data.dataset.records import Jagged, RecordBlock, RecordLayout
 from distembed.data.dataset.schema import DENSE_SEQUENCES, SPARSE_FEATURES, Schema
 from distembed.data.single_ids import carry_single_ids, has_single_ids, mark_single_ids
@@ -42,11 +43,13 @@ class Batch(Pipelineable):
         fields: The fields by name; see :attr:`Schema.fields`.
         global_batch_size: Number of rows of this step on all ranks, 1 or more, to weigh a rank's share of the loss.
         counts_by_rank: Numbers of entries on each rank, by name, that a task knows; they stay on the host.
+        periods: The days or hours of a stream's rows, on the host; None where no metrics are reported by them.
     """
 
     fields: Mapping[str, Field]
     global_batch_size: int
     counts_by_rank: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)
+    periods: StepPeriods | None = None
 
     def __getitem__(self, name: str) -> Field:
         return self.fields[name]

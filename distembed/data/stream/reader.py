@@ -20,6 +20,7 @@ from distembed.base.errors import RunError, UserError
 from distembed.base.ranks import Collectives, sendable
 from distembed.data.dataset.config import DataConfig
 from distembed.data.dataset.manifest import Manifest
+from distembed.data.dataset.periods import StepPeriods
 from distembed.data.reader.batch import Batch, BatchAssembler
 from distembed.data.reader.reader import Prefetcher
 from distembed.data.stream.journal import JOURNAL, Journal
@@ -63,6 +64,11 @@ class StreamReader:
         self._manifest = Manifest.load(folder)
         self.schema = self._manifest.schema
         self._raw_schema = stream_schema(self._manifest)
+        if data.stream.metrics_by is not None and self._raw_schema.time is None:
+            raise UserError(
+                f"data.stream.metrics_by is {data.stream.metrics_by!r}, and the schema of {folder} has no times of "
+                "rows; prepare it with `time: {column: ...}`, or leave the setting out."
+            )
         self._collectives = Collectives.in_own_group()
         self.unreadable: dict[str, str] = {}
         self.is_ended = False
@@ -91,7 +97,10 @@ class StreamReader:
             if message.rows is None:
                 return
             self._positions.append(message.position)
-            yield from self._assembler.assemble([message.rows], [message.num_rows])
+            periods = message.rows.periods
+            for batch in self._assembler.assemble([message.rows], [message.num_rows]):
+                by_period = None if periods is None else StepPeriods(periods, message.periods)
+                yield dataclasses.replace(batch, periods=by_period)
 
     def state_dict(self, in_flight: int = 0) -> dict[str, Any]:
         """Returns the position after the batches that were handed out, but for the last ``in_flight``."""

@@ -15,13 +15,14 @@ import dataclasses
 import errno
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from distembed.base.errors import TemporaryFailure, UserError
 from distembed.base.units import enumerate_names
 from distembed.data.dataset.config import StreamConfig
+from distembed.data.dataset.periods import SECONDS, rows_by_period
 from distembed.data.dataset.records import RecordBlock
 from distembed.data.stream.journal import Journal
 from distembed.data.stream.source import Piece, StreamSource
@@ -64,6 +65,7 @@ class Step:
     Attributes:
         rows: All rows, or a rank's part of them.
         num_rows: Number of rows on all ranks.
+        periods: Number of these rows by period, where metrics are reported by period.
         position: The place after them.
         is_end: Whether the stream has ended.
         notes: Lines to print.
@@ -71,6 +73,7 @@ class Step:
 
     rows: RecordBlock | None = None
     num_rows: int = 0
+    periods: Mapping[int, int] = field(default_factory=dict)
     position: Position = Position()
     is_end: bool = False
     notes: tuple[str, ...] = ()
@@ -132,6 +135,8 @@ class StreamRows:
                     yield Step(notes=self._taken_notes())
                     continue
                 rows = self._encoder.encode(block)
+                if (kind := self._config.metrics_by) is not None:
+                    rows = dataclasses.replace(rows, periods=self._encoder.times(block) // SECONDS[kind])
                 position = Position(number, num_rows, 0, before, dict(counts))
                 num_rows += block.num_rows
                 used, to_skip = min(to_skip, block.num_rows), max(0, to_skip - block.num_rows)
@@ -249,7 +254,8 @@ class StreamRows:
             if not size:
                 rows = parts[0] if len(parts) == 1 else RecordBlock.concatenate(parts)
                 position = dataclasses.replace(position, rows=self._num_used)
-                return Step(rows, num_rows_of_step, position, notes=self._taken_notes())
+                periods = {} if rows.periods is None else rows_by_period(rows.periods)
+                return Step(rows, num_rows_of_step, periods, position, notes=self._taken_notes())
 
     def _taken_notes(self) -> tuple[str, ...]:
         notes = (*self._notes, *self._source.notes)

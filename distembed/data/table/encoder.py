@@ -158,6 +158,11 @@ class RowEncoder:
                 lists[key.name] = Jagged.from_lengths(column_ids, _lengths(column_values))
         return RecordBlock(self._fill(block.num_rows, numbers, ids), lists)
 
+    def times(self, block: ParsedBlock) -> NDArray[np.int64]:
+        """Returns the times of a block's well-formed rows, in seconds; its schema has a time."""
+        roles = [column.role for column in self._layout.numbers]
+        return block.numbers[roles.index("time")]
+
     def ids_of(self, feature: str, values: Sequence[Any]) -> NDArray[np.int64]:
         """Returns the ids of raw values of a feature; None and the schema's missing texts have id 0.
 

@@ -35,7 +35,7 @@ class RunFolder:
         dataset/          the meaning of the dataset's ids (:mod:`distembed.data.dataset.kept`)
         codes/            codes of tables, where the run begins with a run of codes
         stream.jsonl      the pieces of a stream in the order in which they are read (train --follow)
-        metrics.jsonl     one object a line: kind "train" or "eval", step, values
+        metrics.jsonl     one object a line: kind "train", "eval" or "period" (of a stream's rows), step, values
         tensorboard/      the same metrics, unless train.loggers leaves them out
         loggers.json      ids of the run at the services of train.loggers; wandb/ has W&B's own files
         evaluation.json   the final evaluation
@@ -126,7 +126,7 @@ class RunFolder:
         """Adds a line of metrics to ``metrics.jsonl``, and gives its numbers to the loggers.
 
         Args:
-            kind: ``train`` or ``eval``.
+            kind: ``train``, ``eval`` or ``period``.
             step: Number of training steps taken until now.
             values: Name -> number, text, or numbers by table; ``split`` names the split of an evaluation.
         """

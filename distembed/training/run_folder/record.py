@@ -105,8 +105,8 @@ class MetricsLine:
     """The metrics at one step, of a window of training or an evaluation.
 
     Attributes:
-        kind: ``train`` or ``eval``; empty for the final evaluation's own file.
-        split: The evaluated split; empty for a window of training.
+        kind: ``train``, ``eval`` or ``period``; empty for the final evaluation's own file.
+        split: The evaluated split, or the day or hour of a stream; empty for a window of training.
         step: Number of training steps until then; None where the line does not say.
         metrics: Name -> value of every finite number, among them ``samples``, the number of rows read until then.
         calibration_bins: Predictions against labels; empty but for the final evaluation.
@@ -123,7 +123,7 @@ class MetricsLine:
         """Reads a line of ``metrics.jsonl`` or the object of ``evaluation.json``."""
         return cls(
             kind=_text(values, "kind") or "",
-            split=_text(values, "split") or "",
+            split=_text(values, "split") or _text(values, "period") or "",
             step=_count(values, "step"),
             metrics={name: number for name in values if not math.isnan(number := _number(values, name))},
             calibration_bins=[
@@ -149,6 +149,7 @@ class RunRecord:
         train: Windows of training, in the order of steps.
         evals: Evaluations, in the order of steps.
         evaluation: The final evaluation; None before it.
+        periods: The last line of each day or hour of a stream, in the order of time.
     """
 
     path: Path
@@ -157,6 +158,7 @@ class RunRecord:
     train: Sequence[MetricsLine]
     evals: Sequence[MetricsLine]
     evaluation: MetricsLine | None
+    periods: Sequence[MetricsLine] = ()
 
     @classmethod
     def read(cls, path: Path) -> "RunRecord":
@@ -173,6 +175,7 @@ class RunRecord:
                 f"{path} is no run: it has no {' and no '.join(missing)}. Give folders that `distembed train` made."
             )
         lines = _read_metrics(path / "metrics.jsonl")
+        last_of_period = {line.split: line for line in lines if line.kind == "period"}
         final = path / "evaluation.json"
         evaluation = read_json_object(final) if final.exists() else {}
         return cls(
@@ -182,6 +185,7 @@ class RunRecord:
             train=[line for line in lines if line.kind == "train"],
             evals=[line for line in lines if line.kind == "eval"],
             evaluation=MetricsLine.parse(evaluation) if evaluation else None,
+            periods=[last_of_period[name] for name in sorted(last_of_period)],
         )
 
     def validation_evals(self) -> list[MetricsLine]:

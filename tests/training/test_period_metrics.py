@@ -1,0 +1,144 @@
+"""Metrics of a stream by day: those that scikit-learn computes of the rows of each day, on any ranks, after any end."""
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+import yaml
+from sklearn.metrics import log_loss, roc_auc_score
+
+from distembed.base.errors import UserError
+from distembed.data.dataset.periods import MOST_PERIODS, StepPeriods, rows_by_period
+from distembed.data.prepare.table import prepare_table
+from distembed.data.table.schema import TableSchema
+from distembed.tasks import ClickTask
+from distembed.training.metrics_window import MetricsWindow
+from distembed.training.period_metrics import PeriodMetrics, sums_by_period, with_all_periods
+from tests.small_runs import call, config_values, distembed, metrics
+from tests.training.stream_runs import SCHEMA, Row, draw_rows, write_file, write_files
+
+DAY, START, NUM_DAYS = 86_400, 1_767_225_600, 5
+IDLE = ("--until-idle", "0.4", "data.stream.poll_seconds=0.2", "data.stream.metrics_by=day")
+STILL = ("train.sparse_optimizer.learning_rate=1e-30", "train.dense_optimizer.learning_rate=1e-30")
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[Row]:
+    """Rows of five days in the order of time, but for a tenth of them, which come up to two days late."""
+    rng = np.random.default_rng(5)
+    # clicks depend on a number, so that scores differ by far more than the bins of which an area is computed
+    rows = [{**row, "click": int(rng.random() < 1 / (1 + np.exp((54 - row["age"]) / 5)))} for row in draw_rows(600)]
+    times = np.sort(rng.integers(0, NUM_DAYS * DAY, len(rows)))
+    arrivals = times + np.where(rng.random(len(rows)) < 0.1, rng.integers(0, 2 * DAY, len(rows)), 0)
+    return [{**rows[row], "at": int(START + times[row])} for row in np.argsort(arrivals)]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory, rows: list[Row]) -> Path:
+    folder = tmp_path_factory.mktemp("prepared")
+    write_file(folder / "rows.csv", rows)
+    schema = {**SCHEMA, "time": {"column": "at", "format": "seconds"}}
+    prepare_table([folder / "rows.csv"], folder / "dataset", TableSchema.from_json(schema, "test"))
+    values = config_values(folder / "dataset")
+    values["train"] |= {"log_every": 3, "loggers": []}
+    (folder / "config.yaml").write_text(yaml.safe_dump(values))
+    return folder / "config.yaml"
+
+
+def by_day(run: Path) -> dict[str, dict[str, float]]:
+    """Returns the rows and metrics of the last line of each day."""
+    lines = {line["period"]: line for line in metrics(run, "period")}
+    names = ("rows", "auc", "logloss", "normalized_entropy", "calibration")
+    return {day: {name: line[name] for name in names} for day, line in lines.items()}
+
+
+def day_of(row: Row) -> str:
+    return datetime.fromtimestamp(row["at"], UTC).date().isoformat()
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.distributed)])
+def test_each_day_has_the_metrics_of_its_rows(config: Path, rows: list[Row], tmp_path: Path, ranks: int) -> None:
+    source, run = write_files(tmp_path / "rows", rows, 3), tmp_path / "run"
+    call("train", config, "train.epochs=4", "--run-dir", tmp_path / "before")
+    still = (*STILL, "--init-from", tmp_path / "before")  # weights do not change: each row's score is known
+    distembed("train", config, *still, "--follow", source, *IDLE, "--run-dir", run, ranks=ranks)
+    write_file(tmp_path / "all.parquet", rows)
+    call("predict", run, "--input", tmp_path / "all.parquet", "--output", tmp_path / "scores.parquet")
+    scores = pq.read_table(tmp_path / "scores.parquet")["prediction"].to_numpy().astype(np.float64)
+    days, labels = np.array([day_of(row) for row in rows]), np.array([row["click"] for row in rows])
+    found = by_day(run)
+    assert sorted(found) == sorted(set(days))
+    for day, line in found.items():
+        own = days == day
+        assert line["rows"] == own.sum()
+        assert line["auc"] == pytest.approx(roc_auc_score(labels[own], scores[own]), abs=2e-3)
+        assert line["logloss"] == pytest.approx(log_loss(labels[own], scores[own]), rel=1e-5)
+        assert line["calibration"] == pytest.approx(scores[own].sum() / labels[own].sum(), rel=1e-5)
+    # late rows change the line of a day that has ended
+    assert len(metrics(run, "period")) > NUM_DAYS
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.distributed)])
+def test_a_run_that_ends_and_goes_on_has_the_lines_of_an_undisturbed_one(
+    config: Path, rows: list[Row], tmp_path: Path, ranks: int
+) -> None:
+    source = write_files(tmp_path / "rows", rows, 3)
+    for run, most in (("whole", ()), ("parts", ("--max-rows", 256)), ("parts", ("--resume",))):
+        distembed("train", config, "--follow", source, *IDLE, *most, "--run-dir", tmp_path / run, ranks=ranks)
+    whole, parts = by_day(tmp_path / "whole"), by_day(tmp_path / "parts")
+    assert parts == whole
+    # each row is scored once: days together are the whole stream
+    last = metrics(tmp_path / "whole", "train")[-1]
+    counts = [line["rows"] for line in whole.values()]
+    assert sum(counts) == last["samples"] == len(rows)
+    mean = np.average([line["logloss"] for line in whole.values()], weights=counts)
+    assert last["cumulative_logloss"] == pytest.approx(mean, rel=1e-9)
+
+
+def fed(steps: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]], log_every: int) -> dict[str, dict[str, Any]]:
+    """Returns the last line of each day, given the logits, labels and days of each step's rows."""
+    task, totals, window = ClickTask(), PeriodMetrics("day"), MetricsWindow()
+    lines: list[dict[str, Any]] = []
+    for number, (logits, labels, days) in enumerate(steps, start=1):
+        outputs = {"logits": torch.from_numpy(logits), "labels": torch.from_numpy(labels)}
+        sums = task.training_sums(outputs)
+        periods = window.add_periods(StepPeriods(days, rows_by_period(days)))
+        window.add(torch.zeros(()), {**sums, **sums_by_period(task, outputs, sums, periods)}, len(days))
+        if number % log_every == 0 or number == len(steps):
+            whole = with_all_periods(window.sums, window.period_rows)
+            lines += totals.add(task, window.period_rows, {name: total.numpy() for name, total in whole.items()})
+            saved = PeriodMetrics("day")
+            saved.restore(totals.to_json(), {name: [tensor] for name, tensor in totals.tensors().items()})
+            totals, window = saved, MetricsWindow()
+    return {line["period"]: line for line in [*lines, *totals.changed_lines(task)]}
+
+
+@pytest.mark.parametrize("log_every", [1, 7])
+def test_wrong_times_close_days_and_spoil_none(log_every: int) -> None:
+    rng, steps = np.random.default_rng(0), []
+    for step in range(60):
+        days = np.full(64, 20_454 + step // 20)
+        days[rng.random(64) < 0.1] = rng.integers(0, 2_000_000, 64)[rng.random(64) < 1][0]
+        steps.append((rng.normal(size=64).astype(np.float32), (rng.random(64) < 0.3).astype(np.float32), days))
+    found = fed(steps, log_every)
+    logits, labels, days = (np.concatenate(each) for each in zip(*steps, strict=True))
+    assert len(set(days.tolist())) > MOST_PERIODS
+    for number in (20_454, 20_455, 20_456):
+        line, own = found[str(np.datetime64(number, "D"))], days == number
+        assert line["rows"] == own.sum()
+        assert line["auc"] == pytest.approx(roc_auc_score(labels[own], logits[own]), abs=1e-3)
+
+
+def test_errors_say_what_to_do(config: Path, tmp_path: Path) -> None:
+    write_file(tmp_path / "rows.csv", draw_rows(100))
+    prepare_table([tmp_path / "rows.csv"], tmp_path / "dataset", TableSchema.from_json(SCHEMA, "test"))
+    follow = ("--follow", tmp_path, *IDLE, "--run-dir", tmp_path / "run")
+    with pytest.raises(UserError, match=r"metrics_by is 'day', and the schema .* has no times .* `time:"):
+        call("train", config, *follow, f"data.path={tmp_path / 'dataset'}")
+    with pytest.raises(UserError, match=r"metrics_by is 'day', and the task 'ranking' has no metrics of single rows"):
+        call("train", config, *follow, "task={name: ranking}", "model={name: mf}")
