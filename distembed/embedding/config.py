@@ -264,11 +264,11 @@ class CompositionalEmbeddingConfig:
 
     @property
     def state_bytes(self) -> int:
-        """The bytes besides the weights in a checkpoint: stored rows of ids, and identities of managed ids.
+        """The bytes besides the weights that serving keeps: stored rows of ids, and raw ids of slots.
 
-        An export keeps 16 bytes for each slot of managed ids, and no candidates.
+        Training keeps more for managed ids (:attr:`ManagedSizes.memory_bytes`).
         """
-        return self.scheme.assignment_bytes + (0 if self.managed is None else self.managed.sizes.saved_bytes)
+        return self.scheme.assignment_bytes + (0 if self.managed is None else self.managed.sizes.serving_bytes)
 
     def ids_of(self, feature: str | None = None) -> FeatureIds:
         """Returns the ids of a feature; all ids of the table for None, and where features have no ids of their own."""

@@ -12,6 +12,7 @@ _SLOTS_PER_BUCKET = 2**16
 """The least number of slots of a bucket where there are several: buckets then fill within 1% of each other."""
 _MOST_BUCKETS = 64
 _ENTRY_BYTES, _PLACE_BYTES = 16, 4
+_SORTED_BYTES = 16  # an id and its slot, where ids are looked up and not counted
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,20 @@ class ManagedSizes:
         return self.num_buckets * (self.entries_per_bucket * _ENTRY_BYTES + 4 * 8)
 
     @property
+    def serving_bytes(self) -> int:
+        """The bytes of raw ids and slots in an export, which has no candidates and counts."""
+        return self.config.size * _SORTED_BYTES
+
+    @property
     def memory_bytes(self) -> int:
         """The bytes of identities in host memory while training: the saved ones and the hash tables."""
         return self.saved_bytes + self.num_buckets * self.places_per_bucket * _PLACE_BYTES
+
+    def rank_bytes(self, rank: int, world_size: int) -> tuple[int, int]:
+        """Returns a rank's part of :attr:`memory_bytes`, and the bytes that an evaluation copies to its device."""
+        own_buckets = len(range((rank - self.first_rank) % world_size, self.num_buckets, world_size))
+        copied = (own_buckets * self.slots_per_bucket + 1) * _SORTED_BYTES  # with the missing value
+        return own_buckets * (self.memory_bytes // self.num_buckets), copied
 
     def as_json(self) -> dict[str, int]:
         """Returns the sizes in plain values; ``memory_bytes`` are of training, on all ranks together."""

@@ -61,26 +61,17 @@ def replicated_storage(
 
 
 def whole_table_storage(table: CompositionalEmbeddingConfig, optimizers: TableOptimizers) -> TableStorage:
-    """Returns the storage of a table that one rank holds whole: FBGEMM's if it has the optimizer, else torch's."""
+    """Returns the storage of a table that one rank holds whole: FBGEMM's if it has the optimizer, else torch's.
+
+    Managed ids do not count, which are on ranks of their own, on a GPU in host memory.
+    """
     functions = replicated_storage(table, table.function_tables(), optimizers)
     optimizer = optimizers.for_table(table)
     vectors = [
         parameter_storage([(part.num_rows, part.dim)], table.bytes_per_number, optimizer.sparse, optimizer.is_fused)
         for part in table.lookup_tables()
     ]
-    return total_storage([functions, *vectors, assignment_storage(table)])
-
-
-def assignment_storage(table: CompositionalEmbeddingConfig) -> TableStorage:
-    """Returns the bytes of the stored rows of a table's ids, which a rank has once for all of its parts.
-
-    The identities of managed ids count too: ids and scores as weights, hash tables, which training alone has, as
-    states.
-    """
-    if table.managed is None:
-        return TableStorage(weights=table.scheme.assignment_bytes)
-    sizes = table.managed.sizes
-    return TableStorage(weights=table.state_bytes, optimizer_state=sizes.memory_bytes - sizes.saved_bytes)
+    return total_storage([functions, *vectors, TableStorage(weights=table.scheme.assignment_bytes)])
 
 
 def parameter_storage(shards: Sequence[tuple[int, int]], itemsize: int, optimizer: str, is_fused: bool) -> TableStorage:
@@ -96,8 +87,8 @@ def parameter_storage(shards: Sequence[tuple[int, int]], itemsize: int, optimize
 class TableSize:
     """The bytes of a table, or of several, and of the full fp32 tables of the same ids with the same optimizers."""
 
-    serving: int = 0  # weights and stored rows of ids, which a trained model keeps
-    training: int = 0  # the same and the optimizer's states
+    serving: int = 0  # weights, stored rows of ids and managed ids, which a trained model keeps
+    training: int = 0  # the same, the optimizer's states, and the candidates and hash tables of managed ids
     full_serving: int = 0  # the full table's vectors
     full_training: int = 0  # the same and the optimizer's states
 
@@ -106,7 +97,11 @@ class TableSize:
         own, optimizer = whole_table_storage(table, optimizers), optimizers.for_table(table)
         vectors = [(table.num_embeddings, table.embedding_dim)]
         full = parameter_storage(vectors, _FLOAT_BYTES, optimizer.sparse, optimizer.is_fused)
-        return cls(own.weights, own.weights + own.optimizer_state, full.weights, full.weights + full.optimizer_state)
+        serving, training = own.weights, own.weights + own.optimizer_state
+        if table.managed is not None:
+            serving += table.managed.sizes.serving_bytes
+            training += table.managed.sizes.memory_bytes
+        return cls(serving, training, full.weights, full.weights + full.optimizer_state)
 
     @property
     def compression(self) -> float:

@@ -176,14 +176,29 @@ class PlanRequest:
 
     @cached_property
     def plannable_bytes(self) -> Floats:
-        """Bytes of memory that a plan may fill, by rank."""
+        """Bytes of memory that a plan may fill, by rank, besides managed ids."""
         total_bytes = np.array(self.cluster.bytes_by_rank, np.float64)
-        return total_bytes - np.rint(self.reserved_share * total_bytes)
+        return total_bytes - np.rint(self.reserved_share * total_bytes) - self.managed_bytes
 
     @cached_property
     def host_bytes(self) -> Floats:
-        """Bytes of host memory, besides CUDA devices, that a plan may fill, by rank."""
-        return np.array(self.cluster.host_bytes_by_rank, np.float64)
+        """Bytes of host memory, besides CUDA devices, that a plan may fill, by rank; 0 where it is unknown."""
+        total_bytes = np.array(self.cluster.host_bytes_by_rank, np.float64)
+        return np.where(total_bytes > 0, total_bytes - self._managed_bytes[0], 0.0)
+
+    @cached_property
+    def managed_bytes(self) -> Floats:
+        """Bytes of managed ids on the device, by rank, which no plan changes; on a GPU the copy of evaluations."""
+        in_training, copied = self._managed_bytes
+        return copied if self.cluster.device.kind == "cuda" else in_training + copied
+
+    @cached_property
+    def _managed_bytes(self) -> Floats:
+        """Bytes of managed ids by rank: of training, and of the copy of evaluations, ``[2, ranks]``."""
+        world_size = self.cluster.world_size
+        sizes = [table.managed.sizes for table in self.tables if table.managed is not None]
+        by_rank = [[own.rank_bytes(rank, world_size) for own in sizes] for rank in range(world_size)]
+        return np.array(by_rank, np.float64).reshape(world_size, -1, 2).sum(1).T
 
     @property
     def cache_ratio(self) -> float:

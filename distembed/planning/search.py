@@ -330,14 +330,19 @@ class _Search:
         """Returns ranks with counted memory, completed by their times, the allocator's share and their capacities."""
         request, cluster = self._request, self._request.cluster
         times = step_times(placements, self._costs, cluster)
-        memory, host, plannable = cluster.bytes_by_rank, cluster.host_bytes_by_rank, request.plannable_bytes.tolist()
+        memory, host = cluster.bytes_by_rank, request.host_bytes.tolist()
+        managed, plannable = ([*map(int, each)] for each in (request.managed_bytes, request.plannable_bytes))
         return [
             replace(
                 counted_rank,
-                memory={**counted_rank.memory, "allocator": memory[rank] - int(plannable[rank])},
+                memory={
+                    **counted_rank.memory,
+                    "managed_ids": managed[rank],
+                    "allocator": memory[rank] - plannable[rank] - managed[rank],
+                },
                 times=times[rank],
                 capacity_bytes=memory[rank],
-                host_capacity_bytes=host[rank],
+                host_capacity_bytes=int(host[rank]),
             )
             for rank, counted_rank in enumerate(counted)
         ]

@@ -29,7 +29,6 @@ from distembed.optim.declared import TableOptimizers
 from distembed.optim.kinds import OPTIMIZERS
 from distembed.optim.table_storage import (
     TableStorage,
-    assignment_storage,
     parameter_storage,
     replicated_storage,
     total_storage,
@@ -61,7 +60,7 @@ def storage_by_rank(
     @cache
     def stored(rank_parts: tuple[_Part, ...]) -> TableStorage:
         shards = [_sharded_storage(table, part, optimizers, cache_ratio) for part in rank_parts]
-        return total_storage([replicated, *shards, assignment_storage(table)])
+        return total_storage([replicated, *shards, TableStorage(weights=table.scheme.assignment_bytes)])
 
     ranks = range(world_size) if placement.replicated else parts_by_rank
     return {rank: stored(tuple(parts_by_rank.get(rank, ()))) for rank in ranks}
@@ -80,7 +79,7 @@ def slice_storage(
         if part.kernel is not None
     ]
     shards = [_sharded_storage(table_slice.table, part, optimizers, cache_ratio) for part in parts]
-    return total_storage([*shards, assignment_storage(table_slice.table)])
+    return total_storage([*shards, TableStorage(weights=table_slice.table.scheme.assignment_bytes)])
 
 
 def _sharded_storage(
@@ -149,7 +148,7 @@ class PlannedRank:
     sent: SentBytes
     times: StepTime = StepTime()
     capacity_bytes: int = 0
-    host_capacity_bytes: int = 0  # of the node's host memory, for this rank's tables
+    host_capacity_bytes: int = 0  # of the node's host memory, for this rank's tables besides its managed ids
 
     @cached_property
     def storage(self) -> TableStorage:

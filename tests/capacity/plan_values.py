@@ -128,7 +128,7 @@ def _rank(rank: int, draw: random.Random, host_memory: bool) -> PlannedRank:
     items += ("network_optimizer_state", "gradients", "inputs", "outputs", "lookups", "activations")
     memory = {item: size() for item in items}
     memory["table_weights"] += 9 * GIB  # so that the rank is not nearly empty
-    memory |= {"sse_graphs": 0, "allocator": ALLOCATOR} | ({} if host_memory else {"table_cache": 0})
+    memory |= {"sse_graphs": 0, "managed_ids": 0, "allocator": ALLOCATOR} | ({} if host_memory else {"table_cache": 0})
     storage = TableStorage(memory["table_weights"], memory["table_optimizer_state"], 0, memory["table_cache"], *host)
     return PlannedRank(
         rank=rank,

@@ -22,6 +22,7 @@ from distembed.reports.plan.report import assessment_as_json
 from distembed.training.build import Blueprint, TrainingState, build_training_state
 from distembed.training.config import load_config
 from distembed.training.describe import describe
+from distembed.training.managed_ids import managed_tables
 from distembed.training.pipeline import prepared_batch, split_reader
 from tests.layouts import replicated_leaves
 from tests.ranks import run_cases
@@ -112,3 +113,43 @@ WHOLE = ["plan.sharding_types=[table_wise]", "embedding.tables.M={}"]  # functio
 def test_described_and_planned_bytes_are_the_bytes_that_a_run_allocates(world_size: int, tmp_path: Path) -> None:
     path = write_config(tmp_path)
     run_cases(world_size, check, [(path, case + (WHOLE if world_size > 1 else [])) for case in CASES])
+
+
+def check_managed(rank: int, world_size: int, path: Path) -> None:
+    """All slots are filled by force: an evaluation copies the ids that have slots."""
+    config, ranks = load_config(path), Ranks(rank, world_size, world_size, CPU)
+    planned = assess_capacity(config, Cluster(find_device("cpu-256gb"), 1, world_size))
+    reader = split_reader(config, ranks, prefetch_batches=0)
+    state = build_training_state(Blueprint.for_ranks(config, reader.schema, ranks, {}), ranks, num_steps=1)
+    found = training = 0
+    for _, table, managed in managed_tables(state.model):
+        ids = np.arange(1, 4 * table.num_embeddings)
+        managed.admit(ids[managed.owners_of(ids) == rank])
+        managed.lookup(torch.tensor([1]))
+        own = [*managed.state.values(), torch.from_numpy(managed._places)]
+        training += sum(tensor.nbytes for tensor in own)
+        found += sum(tensor.nbytes for copies in managed._copies.values() for tensor in (*own, *copies))
+    assert found == planned.ranks[rank].memory["managed_ids"]
+    assert sum(planned.ranks[rank].memory.values()) == planned.ranks[rank].total_bytes
+    total = torch.tensor(training)
+    dist.all_reduce(total)
+    identities = sum(table.managed.sizes.serving_bytes for _, table, _ in managed_tables(state.model) if table.managed)
+    without = sum(table.one_copy.weights + table.one_copy.optimizer_state for table in planned.tables)
+    assert (planned.size.serving, planned.size.training) == (
+        sum(table.one_copy.weights for table in planned.tables) + identities,
+        without + int(total),
+    )
+    on_gpus = assess_capacity(config, Cluster(find_device("h100-80gb"), 1, world_size))
+    assert on_gpus.ranks[rank].memory["managed_ids"] == found - training
+
+
+@pytest.mark.thorough
+@pytest.mark.distributed
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_planned_bytes_of_managed_ids_are_allocated_on_each_rank(world_size: int, tmp_path: Path) -> None:
+    values = config_values(write_dataset(tmp_path / "dataset"))
+    candidates = {"admission": {"candidates": 1000}}
+    sizes = {"C2": 262_146, "C3": 131_075, "M": 40}  # 4, 2 and 1 buckets
+    values["embedding"]["tables"] = {name: {"ids": {"size": size, **candidates}} for name, size in sizes.items()}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
+    run_cases(world_size, check_managed, [(tmp_path / "config.yaml",)])

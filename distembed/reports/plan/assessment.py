@@ -60,6 +60,7 @@ class Assessment:
     plan: ShardingPlan | None
     planner_error: str  # why the planner finds no plan; empty where it finds one
     plan_inputs: PlanInputs  # written into a saved plan, and compared when a run applies it
+    managed_bytes: int = 0  # of managed ids on the devices of all ranks together
     notes: tuple[str, ...] = ()  # sentences for the reader
     lower_bound_ms: float | None = None  # of the slowest rank's step; no plan that fits goes below it
     is_search_complete: bool = True  # else the search was stopped after its last allowed try
@@ -97,10 +98,11 @@ class Assessment:
 
     @property
     def bytes_left_for_tables(self) -> int:
-        """Bytes of all ranks together that :attr:`bytes_beside_tables` leaves."""
+        """Bytes of all ranks together that :attr:`bytes_beside_tables` and managed ids leave."""
         beside = sum(self.workload.bytes_beside_tables(self.cluster.world_size).values())
         memory = self.cluster.bytes_by_rank
-        return sum(max(0, num_bytes - round(self.reserve * num_bytes) - beside) for num_bytes in memory)
+        left = sum(max(0, num_bytes - round(self.reserve * num_bytes) - beside) for num_bytes in memory)
+        return max(0, left - self.managed_bytes)
 
 
 def assess_capacity(config: Config, cluster: Cluster) -> Assessment:
@@ -137,6 +139,7 @@ def assess(plannable: Plannable, cluster: Cluster) -> Assessment:
         plan=None if planned is None else planned.plan,
         planner_error=planner_error,
         plan_inputs=to_plan.plan_inputs,
+        managed_bytes=int(request.managed_bytes.sum()),
         notes=tuple(notes),
         lower_bound_ms=None if planned is None else planned.lower_bound_ms,
         is_search_complete=planned is None or planned.is_complete,

@@ -60,6 +60,7 @@ MEMORY_ITEMS = (
     RankItem("optimizer", ("table_optimizer_state",), 1),
     RankItem("cache", ("table_cache",), 3, is_rare=True),
     RankItem("SSE graphs", ("sse_graphs",), "#7f9a3a", is_rare=True),
+    RankItem("managed ids", ("managed_ids",), "#3a9a7f", is_rare=True),
     RankItem("networks", ("network_weights", "network_optimizer_state"), 2),
     RankItem("gradients", ("gradients",), 4),
     RankItem("step buffers", ("inputs", "outputs"), 6),

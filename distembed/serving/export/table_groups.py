@@ -55,7 +55,7 @@ class ExportStorage:
         ]
         width = table.num_vectors * table.embedding_dim
         full = _stored_bytes(table.num_embeddings, width, self.precision)
-        slots = 0 if table.managed is None else 16 * table.num_embeddings  # each raw id and its slot
+        slots = 0 if table.managed is None else table.managed.sizes.serving_bytes
         return {
             "compositional": sum(parts) + table.scheme.assignment_bytes + slots,
             "materialised": full + slots,
