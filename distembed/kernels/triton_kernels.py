@@ -22,6 +22,8 @@ NO_KEY = tl.constexpr(-1)
 
 SIZES = ["num_ids", "num_bags", "num_features", "seed"]
 """Arguments for whose values no kernel is compiled anew."""
+SLICES = ["ids", "offsets", "id_weights"]
+"""Arguments for whose alignment no kernel is compiled anew: they may be slices that begin anywhere."""
 
 
 @triton.jit
@@ -58,12 +60,23 @@ def _keys(ids, features, parts, j: tl.constexpr, RULE: tl.constexpr, NUM_PARTITI
 
 
 @triton.jit
-def rows_of_keys(weights, starts, keys, are_ids, NUM_COLUMNS: tl.constexpr, PADDED: tl.constexpr):
+def addresses(numbers, starts, keys, NUM_COLUMNS: tl.constexpr, PADDED: tl.constexpr, MULTIPLE: tl.constexpr):
+    """Returns the addresses of the numbers of each lane's row; rows begin at multiples of ``MULTIPLE`` numbers.
+
+    Triton reads and writes 128 bits at once only where it knows this.
+    """
+    row_starts = tl.multiple_of(starts + keys * NUM_COLUMNS, MULTIPLE)
+    return numbers + (row_starts[:, None] + tl.arange(0, PADDED)[None, :])
+
+
+@triton.jit
+def rows_of_keys(
+    weights, starts, keys, are_ids, NUM_COLUMNS: tl.constexpr, PADDED: tl.constexpr, MULTIPLE: tl.constexpr
+):
     """Returns the rows of keys in float32, and zeros for lanes without an id or a key."""
-    columns = tl.arange(0, PADDED)
-    row_starts = (starts + keys * NUM_COLUMNS)[:, None] + columns[None, :]
-    mask = (are_ids & (keys >= 0))[:, None] & (columns < NUM_COLUMNS)[None, :]
-    return tl.load(weights + row_starts, mask=mask, other=0.0).to(tl.float32)
+    mask = (are_ids & (keys >= 0))[:, None] & (tl.arange(0, PADDED) < NUM_COLUMNS)[None, :]
+    row_addresses = addresses(weights, starts, keys, NUM_COLUMNS, PADDED, MULTIPLE)
+    return tl.load(row_addresses, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -77,14 +90,14 @@ def _bags(
     """
     lanes = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     if POOLS:
-        is_bag = lanes < num_bags * num_features
+        is_bag = lanes < num_bags.to(tl.int64) * num_features
         starts = tl.load(offsets + lanes, mask=is_bag, other=0).to(tl.int64)
         ends = tl.load(offsets + lanes + 1, mask=is_bag, other=0).to(tl.int64)
         features = tl.where(is_bag, lanes // num_bags, 0)
         vectors = tl.where(is_bag, (lanes - features * num_bags) * num_features + features, -1)
     else:
         feature_numbers = tl.arange(0, PADDED_FEATURES)
-        ids_end = tl.load(offsets + num_features * num_bags).to(tl.int64)
+        ids_end = tl.load(offsets + num_bags.to(tl.int64) * num_features).to(tl.int64)
         is_earlier = feature_numbers < num_features - 1
         ends_of_features = tl.load(offsets + (feature_numbers + 1) * num_bags, mask=is_earlier, other=num_ids).to(
             tl.int64
@@ -98,25 +111,25 @@ def _bags(
 
 @triton.jit
 def _composed(
-    ids,
+    positions,
     are_ids,
     features,
-    parts,
-    weights,
+    tables,
     FIRST: tl.constexpr,
     STOP: tl.constexpr,
-    RULES: tl.constexpr,
+    MULTIPLES: tl.constexpr,
     IS_PRODUCT: tl.constexpr,
     NUM_COLUMNS: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """Returns the product or the sum of the rows of ids in partitions ``FIRST`` to ``STOP - 1``."""
+    """Returns the product or the sum of the rows of ids at ``positions`` in partitions ``FIRST`` to ``STOP - 1``."""
+    keys, parts, weights = tables
     num_partitions: tl.constexpr = len(weights)
-    vectors = tl.zeros([ids.shape[0], PADDED], tl.float32)
+    vectors = tl.zeros([positions.shape[0], PADDED], tl.float32)
     for j in tl.static_range(FIRST, STOP):
         starts = part_field(parts, features, j, WEIGHT_START, num_partitions)
-        keys = _keys(ids, features, parts, j, RULES[j], num_partitions)
-        rows = rows_of_keys(weights[j], starts, keys, are_ids, NUM_COLUMNS, PADDED)
+        row_keys = tl.load(keys[j] + positions, mask=are_ids, other=NO_KEY).to(tl.int64)
+        rows = rows_of_keys(weights[j], starts, row_keys, are_ids, NUM_COLUMNS, PADDED, MULTIPLES[j])
         if j == FIRST:
             vectors = rows
         elif IS_PRODUCT:
@@ -133,12 +146,12 @@ def _pool(
     GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
     GROUPS: tl.constexpr,
-    RULES: tl.constexpr,
+    MULTIPLES: tl.constexpr,
     IS_PRODUCT: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
 ):
     """Writes the output columns that the partitions of ``GROUP`` share: the lane's ids composed and summed."""
-    ids, id_weights, parts, weights, outputs = batch
+    tables, id_weights, outputs = batch
     features, starts, ends, vectors = bags
     FIRST: tl.constexpr = GROUPS[5 * GROUP]
     STOP: tl.constexpr = GROUPS[5 * GROUP + 1]
@@ -150,9 +163,8 @@ def _pool(
     for step in range(0, tl.max(ends - starts, 0)):
         positions = starts + step
         are_ids = positions < ends
-        bag_ids = tl.load(ids + positions, mask=are_ids, other=0)
         composed = _composed(
-            bag_ids, are_ids, features, parts, weights, FIRST, STOP, RULES, IS_PRODUCT, NUM_COLUMNS, PADDED
+            positions, are_ids, features, tables, FIRST, STOP, MULTIPLES, IS_PRODUCT, NUM_COLUMNS, PADDED
         )
         if HAS_WEIGHTS:
             composed *= tl.load(id_weights + positions, mask=are_ids, other=0.0)[:, None]
@@ -162,9 +174,9 @@ def _pool(
     tl.store(outputs + targets, sums, mask=(vectors >= 0)[:, None] & (columns < NUM_COLUMNS)[None, :])
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=SLICES)
 def compose(
-    ids,
+    keys,
     offsets,
     id_weights,
     parts,
@@ -176,25 +188,26 @@ def compose(
     WIDTH: tl.constexpr,
     GROUPS: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
-    RULES: tl.constexpr,
+    MULTIPLES: tl.constexpr,
     IS_PRODUCT: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     POOLS: tl.constexpr,
     LANES: tl.constexpr,
     PADDED_FEATURES: tl.constexpr,
 ):
-    """Writes the composed, pooled vectors.
+    """Writes the composed, pooled vectors of ids, whose keys ``write_keys`` has written.
 
     ``GROUPS`` has five numbers for each group of partitions that share columns: first partition, last partition + 1,
-    first column, number of columns, and this number rounded up to a power of two.
+    first column, number of columns, and this number rounded up to a power of two. Rows of partition j begin at
+    multiples of ``MULTIPLES[j]`` numbers.
     """
     bags = _bags(offsets, num_ids, num_bags, num_features, POOLS, LANES, PADDED_FEATURES)
-    batch = (ids, id_weights, parts, weights, outputs)
+    batch = ((keys, parts, weights), id_weights, outputs)
     for i in tl.static_range(NUM_GROUPS):
-        _pool(batch, bags, i, WIDTH, GROUPS, RULES, IS_PRODUCT, HAS_WEIGHTS)
+        _pool(batch, bags, i, WIDTH, GROUPS, MULTIPLES, IS_PRODUCT, HAS_WEIGHTS)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=SLICES)
 def write_keys(
     ids,
     offsets,
@@ -225,7 +238,7 @@ def write_keys(
             row_keys = _keys(bag_ids, features, parts, j, RULES[j], num_partitions)
             tl.store(keys[j] + positions, row_keys.to(keys[j].dtype.element_ty), mask=are_ids)
     if tl.program_id(0) == 0:  # ids after the end of the last bag are in no bag: they get NO_KEY
-        ids_end = tl.load(offsets + num_bags * num_features).to(tl.int64)
+        ids_end = tl.load(offsets + num_bags.to(tl.int64) * num_features).to(tl.int64)
         for start in range(ids_end, num_ids, LANES):
             positions = start + tl.arange(0, LANES)
             for j in tl.static_range(num_partitions):

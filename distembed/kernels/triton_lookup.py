@@ -1,9 +1,10 @@
 """The fused lookup on CUDA, by Triton's kernels; tables and results as in :mod:`distembed.kernels.operation`.
 
-The backward pass reads the rows again, as on a CPU, so that only the ids are kept for it. The host waits for nothing:
+The forward pass writes the keys of all ids first, and keeps them. The backward pass reads the rows again, as on a CPU.
+The host waits for nothing:
 constants are copied to the device in the first step.
 
-Backward: keys of all ids, a sort for each partition, sums of gradients over runs of equal keys, updates. In a product,
+Backward: a sort for each partition, sums of gradients over runs of equal keys, updates. In a product,
 gradients of one partition's rows depend on the rows of the others. So the sums of all partitions but the largest are
 made before any row is updated, in a buffer with a place for each key, or for each id where ids are fewer. Rows of the
 largest partition, whose sums would take most memory, are updated as soon as their gradients are added up::
@@ -65,7 +66,7 @@ class TritonLookup:
         all_weights = [weight for storage in storages for weight in storage.weights]
         # FBGEMM's weights on CUDA need no gradient; autograd calls a backward pass only if some argument needs one
         placeholder = torch.empty(0, requires_grad=any(storage.optimizer is not None for storage in storages))
-        step = _Step(self, self._tables.num_features, rows, storages, self.updates.so_far(storages))
+        step = _Step(self, rows, storages, self.updates.so_far(storages))
         batch = (
             as_operand(ids, ids.device, torch.int64),
             as_operand(offsets, ids.device, *INTEGERS),
@@ -78,34 +79,67 @@ class TritonLookup:
         """The formula of all tables."""
         return self._tables.formula
 
-    def compose(self, batch: TritonBatch) -> Tensor:
-        """Returns the composed vectors of a batch."""
-        tables, formula = self._tables, self._tables.formula
-        shape = (
-            (batch.num_bags, tables.num_features * formula.width) if formula.pools else (len(batch.ids), formula.width)
+    def find_keys(self, ids: Tensor, offsets: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Returns the keys and owners of a :class:`TritonBatch`.
+
+        Raises:
+            UserError: There are more vectors than an owner's int32 can count.
+        """
+        tables, pools = self._tables, self.formula.pools
+        num_vectors = tables.num_vectors(len(ids), offsets)
+        if num_vectors > _MOST_VECTORS:
+            raise UserError(
+                f"a lookup in one pass has {num_vectors} vectors, and at most {_MOST_VECTORS} on a GPU; take smaller "
+                "batches, or give the tables kernel='fbgemm'."
+            )
+        keys = tuple(
+            torch.empty(len(ids), dtype=tables.key_type(j), device=ids.device) for j in range(tables.num_partitions)
         )
-        outputs = torch.empty(shape, dtype=torch.float32, device=batch.ids.device)
-        num_vectors = batch.num_vectors(formula.pools)
+        owners = torch.empty(len(ids), dtype=torch.int32, device=ids.device)
+        if num_vectors > 0:
+            triton_kernels().write_keys[(num_blocks(num_vectors, _KEY_LANES),)](
+                ids,
+                offsets,
+                tables.parts(ids.device),
+                keys,
+                owners,
+                len(ids),
+                (len(offsets) - 1) // tables.num_features,
+                tables.num_features,
+                RULES=tables.rules,
+                POOLS=pools,
+                LANES=_KEY_LANES,
+                PADDED_FEATURES=power_of_two(tables.num_features),
+            )
+        if checks_rows():
+            _require_rows(ids, offsets, keys)
+        return keys, owners
+
+    def compose(self, batch: TritonBatch, offsets: Tensor) -> Tensor:
+        """Returns the composed vectors of a batch, whose bags begin and end at ``offsets``."""
+        tables, formula = self._tables, self._tables.formula
+        num_bags = (len(offsets) - 1) // tables.num_features
+        shape = (num_bags, tables.num_features * formula.width) if formula.pools else (batch.num_ids, formula.width)
+        outputs = torch.empty(shape, dtype=torch.float32, device=batch.owners.device)
+        num_vectors = tables.num_vectors(batch.num_ids, offsets)
         if num_vectors == 0:
             return outputs
-        if checks_rows():
-            self._require_rows(batch)
         groups = tables.column_groups()
         lanes = num_lanes(max(groups[4::5]))
         triton_kernels().compose[(num_blocks(num_vectors, lanes),)](
-            batch.ids,
-            batch.offsets,
-            batch.ids if batch.weights is None else batch.weights,
-            tables.parts(batch.ids.device),
+            batch.keys,
+            offsets,
+            batch.owners if batch.weights is None else batch.weights,
+            tables.parts(batch.owners.device),
             batch.rows,
             outputs,
-            len(batch.ids),
-            batch.num_bags,
+            batch.num_ids,
+            num_bags,
             tables.num_features,
             WIDTH=formula.width,
             GROUPS=groups,
             NUM_GROUPS=len(groups) // 5,
-            RULES=tables.rules,
+            MULTIPLES=tables.multiples,
             IS_PRODUCT=formula.is_product,
             HAS_WEIGHTS=batch.weights is not None,
             POOLS=formula.pools,
@@ -113,19 +147,6 @@ class TritonLookup:
             PADDED_FEATURES=power_of_two(tables.num_features),
         )
         return outputs
-
-    def _require_rows(self, batch: TritonBatch) -> None:
-        """Raises an :class:`IndexError` where the row of an id is not on this rank; waits for the device."""
-        keys, _ = find_keys(self._tables, batch)
-        for j, partition_keys in enumerate(keys):
-            missing = (partition_keys[: int(batch.offsets[-1])] < 0).nonzero()
-            if len(missing) > 0:
-                position = int(missing[0])
-                raise IndexError(
-                    f"id {int(batch.ids[position])} at position {position} of a fused lookup has a row in partition "
-                    f"{j} that is not on this rank; the id lies outside of its table, or was sent to a rank that does "
-                    "not have its row."
-                )
 
     def update(self, batch: TritonBatch, storages: Sequence[Storage], gradients: Tensor) -> list[Tensor | None]:
         """Counts the update and runs :func:`update_tables`."""
@@ -139,14 +160,9 @@ class _Step:
     """One lookup, as its backward pass needs it again, without the batch."""
 
     lookup: TritonLookup
-    num_features: int
     rows: tuple[Tensor, ...]
     storages: Sequence[Storage]
     updates: tuple[int, ...]
-
-    def batch(self, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> TritonBatch:
-        """Returns the batch of these ids."""
-        return TritonBatch(ids, offsets, weights, self.num_features, self.rows)
 
 
 class _Fused(torch.autograd.Function):
@@ -163,15 +179,17 @@ class _Fused(torch.autograd.Function):
         *weights: Tensor,
     ) -> Tensor:
         ctx.step = step
-        ctx.save_for_backward(ids, offsets, id_weights)
-        return step.lookup.compose(step.batch(ids, offsets, id_weights))
+        keys, owners = step.lookup.find_keys(ids, offsets)
+        ctx.save_for_backward(owners, id_weights, *keys)
+        return step.lookup.compose(TritonBatch(keys, owners, id_weights, step.rows), offsets)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         step: _Step = ctx.step
-        batch, lookup = step.batch(*ctx.saved_tensors), step.lookup
+        owners, id_weights, *keys = ctx.saved_tensors
+        batch, lookup = TritonBatch(tuple(keys), owners, id_weights, step.rows), step.lookup
         if lookup.formula.needs_rows:
             lookup.updates.require(step.updates, step.storages)
         return None, None, None, None, None, *lookup.update(batch, step.storages, gradient.float().contiguous())
@@ -186,12 +204,15 @@ def _rows(storage: Storage) -> Tensor:
 
 CHUNK = 8
 """Number of sorted ids that a lane walks."""
+_JOINED_CHUNKS = 16
+"""Number of chunks in which a program looks for runs that continue in later chunks."""
 JOINED_NUMBERS = 4096
 """Number of numbers of long runs' pieces that are read at once."""
 _KEY_LANES = 128
 """Number of bags, or ids, whose keys a program writes."""
+_MOST_VECTORS = 2**31 - 1
 _OWNER_BYTES, _ORDER_BYTES = 4, 8
-"""Bytes of an id's owner (:func:`find_keys`), and of its place before keys are sorted."""
+"""Bytes of an id's owner (:class:`TritonBatch`), and of its place before keys are sorted."""
 _WRITE_GRADIENT, _WRITE_AT_KEY, _WRITE_AT_PLACE = 3, 4, 5
 
 
@@ -214,8 +235,8 @@ def update_tables(
         for j, (storage, rows) in enumerate(zip(storages, batch.rows, strict=True))
         if storage.optimizer is None
     }
-    if len(batch.ids) > 0 and batch.num_bags > 0:
-        step = _Backward.of(tables, batch, gradients)
+    if batch.num_ids > 0 and gradients.numel() > 0:
+        step = _Backward(tables, batch, gradients)
         updated = [j for j, storage in enumerate(storages) if storage.optimizer is not None]
         # In a product, a row's gradient reads the rows of the other partitions. So sums are made before any update, but
         # for the largest partition, whose sums would take most memory: it is summed last, and updated row by row.
@@ -232,29 +253,21 @@ def update_tables(
     return [gradient for j, storage in enumerate(storages) for gradient in _gradients_of_weights(storage, dense.get(j))]
 
 
-def find_keys(tables: DeviceTables, batch: TritonBatch) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Returns the key of each id in each partition, -1 where its row is not on this rank; and each id's owner.
+def _require_rows(ids: Tensor, offsets: Tensor, keys: Sequence[Tensor]) -> None:
+    """Raises an :class:`IndexError` where the row of an id is not on this rank; waits for the device."""
+    for j, partition_keys in enumerate(keys):
+        missing = (partition_keys[: int(offsets[-1])] < 0).nonzero()
+        if len(missing) > 0:
+            position = int(missing[0])
+            raise IndexError(
+                f"id {int(ids[position])} at position {position} of a fused lookup has a row in partition {j} that is "
+                "not on this rank; the id lies outside of its table, or was sent to a rank that does not have its row."
+            )
 
-    The owner is the number of its bag's vector, or of its feature where ids are not pooled.
-    """
-    ids, pools = batch.ids, tables.formula.pools
-    keys = tuple(torch.empty(len(ids), dtype=tables.key_type(j), device=ids.device) for j in range(len(batch.rows)))
-    owners = torch.empty(len(ids), dtype=torch.int32, device=ids.device)
-    triton_kernels().write_keys[(num_blocks(batch.num_vectors(pools), _KEY_LANES),)](
-        ids,
-        batch.offsets,
-        tables.parts(ids.device),
-        keys,
-        owners,
-        len(ids),
-        batch.num_bags,
-        tables.num_features,
-        RULES=tables.rules,
-        POOLS=pools,
-        LANES=_KEY_LANES,
-        PADDED_FEATURES=power_of_two(tables.num_features),
-    )
-    return keys, owners
+
+def saved_bytes(num_ids: int, num_keys: Sequence[int]) -> int:
+    """Returns the bytes of the keys and owners of ids, which are kept for the backward pass; ``num_keys`` as below."""
+    return num_ids * (_OWNER_BYTES + sum(key_type(number).itemsize for number in num_keys))
 
 
 def update_bytes(num_ids: int, num_keys: Sequence[int], num_columns: Sequence[int]) -> int:
@@ -266,7 +279,6 @@ def update_bytes(num_ids: int, num_keys: Sequence[int], num_columns: Sequence[in
         num_columns: Number of columns of each partition.
     """
     key_bytes = [key_type(number).itemsize for number in num_keys]
-    key_and_owner_bytes = num_ids * (_OWNER_BYTES + sum(key_bytes))
     sorted_bytes = num_ids * sum(itemsize + _ORDER_BYTES for itemsize in key_bytes)
     sort_bytes = num_ids * (max(key_bytes) + 2 * _ORDER_BYTES)  # working memory of torch's sort
     # runs of equal keys are summed chunk by chunk; each may leave pieces of two runs that reach beyond it
@@ -275,7 +287,7 @@ def update_bytes(num_ids: int, num_keys: Sequence[int], num_columns: Sequence[in
         min(keys, num_ids) * columns * FLOAT_BYTES for keys, columns in zip(num_keys, num_columns, strict=True)
     ]
     del row_sum_bytes[num_keys.index(max(num_keys))]  # the largest partition is updated row by row
-    return key_and_owner_bytes + sorted_bytes + max(sort_bytes, partial_sum_bytes) + sum(row_sum_bytes)
+    return sorted_bytes + max(sort_bytes, partial_sum_bytes) + sum(row_sum_bytes)
 
 
 def _gradients_of_weights(storage: Storage, dense: Tensor | None) -> list[Tensor | None]:
@@ -339,27 +351,23 @@ class _Backward:
     tables: DeviceTables
     batch: TritonBatch
     gradients: Tensor
-    parts: Tensor
-    keys: tuple[Tensor, ...]
-    owners: Tensor  # number of each id's vector or, where each id has its own, of its feature
 
-    @classmethod
-    def of(cls, tables: DeviceTables, batch: TritonBatch, gradients: Tensor) -> "_Backward":
-        """Writes the keys of all ids."""
-        keys, owners = find_keys(tables, batch)
-        return cls(tables, batch, gradients, tables.parts(batch.ids.device), keys, owners)
+    @property
+    def parts(self) -> Tensor:
+        """The numbers of all parts."""
+        return self.tables.parts(self.gradients.device)
 
     def sum_rows(self, j: int) -> _Sums:
         """Adds up the gradients of each row of a partition."""
-        num_ids, num_keys = len(self.batch.ids), self.tables.num_keys[j]
+        num_ids, num_keys = self.batch.num_ids, self.tables.num_keys[j]
         at_key, columns = num_keys <= num_ids, len(self.tables.formula.columns[j])
         sums = torch.empty(min(num_keys, num_ids), columns, dtype=torch.float32, device=self.gradients.device)
         return _Sums(j, sums, at_key, self.reduce(j, _Target(sums, _WRITE_AT_KEY if at_key else _WRITE_AT_PLACE)))
 
     def reduce(self, j: int, target: _Target) -> _Sorted:
         """Sorts the ids by their keys, sums each row's gradients, and sends the sums to a target; returns the order."""
-        tables, num_ids, formula = self.tables, len(self.batch.ids), self.tables.formula
-        by_key = _Sorted(*torch.sort(self.keys[j], stable=True))
+        tables, num_ids, formula = self.tables, self.batch.num_ids, self.tables.formula
+        by_key = _Sorted(*torch.sort(self.batch.keys[j], stable=True))
         columns = formula.columns[j]
         num_chunks, padded = num_blocks(num_ids, CHUNK), power_of_two(len(columns))
         partial_sums = torch.empty(
@@ -371,9 +379,9 @@ class _Backward:
         triton_kernels().sum_runs[(num_blocks(num_chunks, lanes),)](
             by_key.keys,
             by_key.order,
-            self.owners,
-            self.keys,
-            self.batch.ids if self.batch.weights is None else self.batch.weights,
+            self.batch.owners,
+            self.batch.keys,
+            self.batch.owners if self.batch.weights is None else self.batch.weights,
             self.gradients,
             self.parts,
             self.batch.rows,
@@ -385,13 +393,14 @@ class _Backward:
             LANES=lanes,
             **settings,
         )
-        triton_kernels().join_runs[(num_chunks,)](
+        triton_kernels().join_runs[(num_blocks(num_chunks, _JOINED_CHUNKS),)](
             by_key.keys,
             by_key.order,
-            self.owners,
+            self.batch.owners,
             self.parts,
             *ends,
-            NUM_PARTITIONS=len(self.keys),
+            NUM_PARTITIONS=len(self.batch.keys),
+            JOINED_CHUNKS=_JOINED_CHUNKS,
             LANES=num_lanes(padded, JOINED_NUMBERS),
             **settings,
         )
@@ -399,19 +408,19 @@ class _Backward:
 
     def update_by(self, sums: _Sums, target: _Target) -> None:
         """Updates the rows of a partition by sums that were made before."""
-        num_ids, settings = len(self.batch.ids), self._settings(sums.j, target)
+        num_ids, settings = self.batch.num_ids, self._settings(sums.j, target)
         lanes = num_lanes(settings["PADDED"])
         triton_kernels().update_rows[(num_blocks(num_ids, lanes),)](
             sums.sorted.keys,
             sums.sorted.order,
-            self.owners,
+            self.batch.owners,
             self.parts,
             sums.numbers,
             target.numbers,
             num_ids,
             self.tables.num_features,
             *target.optimizer_arguments,
-            NUM_PARTITIONS=len(self.keys),
+            NUM_PARTITIONS=len(self.batch.keys),
             AT_KEY=sums.at_key,
             LANES=lanes,
             **settings,
@@ -423,6 +432,8 @@ class _Backward:
             "J": j,
             "NUM_COLUMNS": num_columns,
             "PADDED": power_of_two(num_columns),
+            "MULTIPLES": self.tables.multiples,
+            "STATE_MULTIPLE": self.tables.state_multiples[j],
             "POOLS": self.tables.formula.pools,
             "ACTION": target.action,
             "ROUNDS_AT_RANDOM": target.seed is not None,

@@ -4,6 +4,7 @@ Triton is imported by :func:`triton_kernels` alone. It compiles a kernel at its 
 keeps it in its own cache on the disk.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from distembed.base.errors import UserError
+from distembed.kernels.layout import FLOAT_BYTES
 from distembed.kernels.tables import Formula, Storage, TablePart, num_states
 
 TILE_NUMBERS = 1024
@@ -25,22 +27,17 @@ _KEY_TYPES = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 @dataclass(frozen=True)
 class TritonBatch:
-    """The ids of a step, and all rows."""
+    """The keys of a step's ids, and all rows."""
 
-    ids: Tensor  # ids of all features, feature after feature
-    offsets: Tensor  # where bags begin and the last one ends
+    keys: tuple[Tensor, ...]  # key of each id in each partition, -1 where its row is not on this rank
+    owners: Tensor  # int32 number of each id's vector or, where each id has its own, of its feature
     weights: Tensor | None  # weights of the ids
-    num_features: int  # number of features
     rows: tuple[Tensor, ...]  # all rows of each partition
 
     @property
-    def num_bags(self) -> int:
-        """Number of bags of each feature."""
-        return (len(self.offsets) - 1) // self.num_features
-
-    def num_vectors(self, pools: bool) -> int:
-        """Returns the number of composed vectors."""
-        return self.num_bags * self.num_features if pools else len(self.ids)
+    def num_ids(self) -> int:
+        """Number of ids of all features."""
+        return len(self.owners)
 
 
 class DeviceTables:
@@ -51,6 +48,8 @@ class DeviceTables:
         num_features: Number of features of all tables.
         num_keys: Number of rows of all tables, in each partition.
         rules: Whether rows follow by a division (1), a modulus (2), or both (3), in each partition.
+        multiples: Each row of a partition begins at a multiple of so many numbers: a power of two, at most 16 bytes.
+        state_multiples: Each row's states begin at a multiple of so many numbers.
 
     Arguments as :class:`distembed.kernels.operation.FusedLookup`.
     """
@@ -86,7 +85,26 @@ class DeviceTables:
             ],
             dtype=torch.int64,
         )
+        row_starts, state_starts = self._fields[..., -2], self._fields[..., -1]
+        column_counts = [len(columns) for columns in formula.columns]
+        self.multiples = tuple(
+            _multiple(columns, row_starts[:, j], 16 // storage.itemsize)
+            for j, (columns, storage) in enumerate(zip(column_counts, storages, strict=True))
+        )
+        self.state_multiples = tuple(
+            _multiple(num_states(storage.optimizer, columns), state_starts[:, j], 16 // FLOAT_BYTES)
+            for j, (columns, storage) in enumerate(zip(column_counts, storages, strict=True))
+        )
         self._on_device: Tensor | None = None
+
+    def num_vectors(self, num_ids: int, offsets: Tensor) -> int:
+        """Returns the number of composed vectors."""
+        return len(offsets) - 1 if self.formula.pools else num_ids
+
+    @property
+    def num_partitions(self) -> int:
+        """Number of partitions of each table."""
+        return len(self.num_keys)
 
     def parts(self, device: torch.device) -> Tensor:
         """Returns the numbers of all parts on a device, to which they are copied once."""
@@ -139,6 +157,12 @@ def num_lanes(padded_columns: int, tile_numbers: int = TILE_NUMBERS) -> int:
 def num_blocks(number: int, a_block: int) -> int:
     """Returns ``number / a_block``, rounded up."""
     return -(-number // a_block)
+
+
+def _multiple(numbers_of_row: int, starts: Tensor, most: int) -> int:
+    """Returns the largest power of two, at most ``most``, that divides the start of each row."""
+    divisor = math.gcd(most, numbers_of_row, *starts.tolist())
+    return max(1, divisor)
 
 
 def _rule(parts: Sequence[TablePart]) -> int:

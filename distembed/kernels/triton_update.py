@@ -15,7 +15,16 @@ number is added to by two lanes: results are the same to the bit from run to run
 import triton
 import triton.language as tl
 
-from distembed.kernels.triton_kernels import NO_KEY, SIZES, STATE_START, WEIGHT_START, part_field, rows_of_keys
+from distembed.kernels.triton_kernels import (
+    NO_KEY,
+    SIZES,
+    SLICES,
+    STATE_START,
+    WEIGHT_START,
+    addresses,
+    part_field,
+    rows_of_keys,
+)
 
 # what is done with the gradient of a row
 UPDATE_SGD = tl.constexpr(0)
@@ -66,6 +75,8 @@ def _finish(
     NUM_PARTITIONS: tl.constexpr,
     NUM_COLUMNS: tl.constexpr,
     PADDED: tl.constexpr,
+    MULTIPLES: tl.constexpr,
+    STATE_MULTIPLE: tl.constexpr,
     ACTION: tl.constexpr,
     ROUNDS_AT_RANDOM: tl.constexpr,
 ):
@@ -85,7 +96,7 @@ def _finish(
         tl.store(target + (sorted_positions * NUM_COLUMNS)[:, None] + columns[None, :], sums, mask=mask)
     else:
         starts = part_field(parts, features, J, WEIGHT_START, NUM_PARTITIONS)
-        rows = target + (starts + keys * NUM_COLUMNS)[:, None] + columns[None, :]
+        rows = addresses(target, starts, keys, NUM_COLUMNS, PADDED, MULTIPLES[J])
         if ACTION == WRITE_GRADIENT:
             tl.store(rows, sums.to(target.dtype.element_ty), mask=mask)
         else:
@@ -94,7 +105,7 @@ def _finish(
                 change = sums * learning_rate
             elif ACTION == UPDATE_ADAGRAD:
                 state_starts = part_field(parts, features, J, STATE_START, NUM_PARTITIONS)
-                state_addresses = states + (state_starts + keys * NUM_COLUMNS)[:, None] + columns[None, :]
+                state_addresses = addresses(states, state_starts, keys, NUM_COLUMNS, PADDED, STATE_MULTIPLE)
                 squares = tl.load(state_addresses, mask=mask, other=1.0) + sums * sums
                 change = tl.div_rn(sums * learning_rate, tl.sqrt_rn(squares) + eps)
             else:
@@ -125,6 +136,7 @@ def _contributions(
     COLUMN_START: tl.constexpr,
     NUM_COLUMNS: tl.constexpr,
     PADDED: tl.constexpr,
+    MULTIPLES: tl.constexpr,
     IS_PRODUCT: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
 ):
@@ -146,11 +158,11 @@ def _contributions(
             if k != J:
                 other_keys = tl.load(keys[k] + positions, mask=are_ids, other=0).to(tl.int64)
                 starts = part_field(parts, features, k, WEIGHT_START, num_partitions)
-                vectors *= rows_of_keys(weights[k], starts, other_keys, are_ids, NUM_COLUMNS, PADDED)
+                vectors *= rows_of_keys(weights[k], starts, other_keys, are_ids, NUM_COLUMNS, PADDED, MULTIPLES[k])
     return vectors
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=SLICES)
 def sum_runs(
     sorted_keys,
     order,
@@ -174,6 +186,8 @@ def sum_runs(
     COLUMN_START: tl.constexpr,
     NUM_COLUMNS: tl.constexpr,
     PADDED: tl.constexpr,
+    MULTIPLES: tl.constexpr,
+    STATE_MULTIPLE: tl.constexpr,
     IS_PRODUCT: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     POOLS: tl.constexpr,
@@ -208,18 +222,44 @@ def sum_runs(
         are_ids = key >= 0
         positions, features, vectors = _owners(order, owners, sorted_positions, are_ids, num_features, POOLS)
         ids = (positions, are_ids, features, vectors)
-        sums += _contributions(ids, batch, J, WIDTH, COLUMN_START, NUM_COLUMNS, PADDED, IS_PRODUCT, HAS_WEIGHTS)
+        sums += _contributions(
+            ids, batch, J, WIDTH, COLUMN_START, NUM_COLUMNS, PADDED, MULTIPLES, IS_PRODUCT, HAS_WEIGHTS
+        )
         ends = are_ids & ((step == CHUNK - 1) | (following != key))
         is_new = key != before
         tl.store(heads + partial_sums, sums, mask=(ends & (key == before))[:, None] & is_column)
         tl.store(tails + partial_sums, sums, mask=(ends & is_new & (following == key))[:, None] & is_column)
         are_whole, runs = ends & is_new & (following != key), (key, sorted_positions, features)
-        _finish(sums, are_whole, runs, update, J, num_partitions, NUM_COLUMNS, PADDED, ACTION, ROUNDS_AT_RANDOM)
+        _finish(
+            sums,
+            are_whole,
+            runs,
+            update,
+            J,
+            num_partitions,
+            NUM_COLUMNS,
+            PADDED,
+            MULTIPLES,
+            STATE_MULTIPLE,
+            ACTION,
+            ROUNDS_AT_RANDOM,
+        )
         sums = tl.where(ends[:, None], 0.0, sums)
         key = following
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit
+def _joined(sorted_keys, chunks, num_ids, CHUNK: tl.constexpr):
+    """Returns the last key of chunks, and whether its run begins there and continues in the next chunk."""
+    lasts = chunks * CHUNK + CHUNK - 1
+    keys = tl.load(sorted_keys + lasts, mask=lasts < num_ids, other=NO_KEY).to(tl.int64)
+    following = tl.load(sorted_keys + lasts + 1, mask=lasts + 1 < num_ids, other=NO_KEY).to(tl.int64)
+    has_before = (chunks > 0) & (lasts < num_ids)
+    before = tl.load(sorted_keys + chunks * CHUNK - 1, mask=has_before, other=_NONE_BEFORE).to(tl.int64)
+    return keys, (keys >= 0) & (keys == following) & (keys != before)
+
+
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=SLICES)
 def join_runs(
     sorted_keys,
     order,
@@ -238,44 +278,60 @@ def join_runs(
     NUM_PARTITIONS: tl.constexpr,
     NUM_COLUMNS: tl.constexpr,
     PADDED: tl.constexpr,
+    MULTIPLES: tl.constexpr,
+    STATE_MULTIPLE: tl.constexpr,
     POOLS: tl.constexpr,
     ACTION: tl.constexpr,
     ROUNDS_AT_RANDOM: tl.constexpr,
     CHUNK: tl.constexpr,
+    JOINED_CHUNKS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Finishes the run that begins in this program's chunk and continues in later ones, if there is one.
+    """Finishes the runs that begin in this program's chunks and continue in later ones.
 
-    Adds its tail and the heads of all following chunks that begin with its key, ``LANES`` chunks at a time.
+    A program has ``JOINED_CHUNKS`` chunks; most have no such run, which one look at all of them shows. For a run, adds
+    its tail and the heads of all following chunks that begin with its key, ``LANES`` chunks at a time.
     """
-    chunk = tl.program_id(0).to(tl.int64)
-    last_position = chunk * CHUNK + CHUNK - 1
-    key = tl.load(sorted_keys + last_position, mask=last_position < num_ids, other=NO_KEY).to(tl.int64)
-    following = tl.load(sorted_keys + last_position + 1, mask=last_position + 1 < num_ids, other=NO_KEY).to(tl.int64)
-    before = tl.load(sorted_keys + chunk * CHUNK - 1, mask=chunk > 0, other=_NONE_BEFORE).to(tl.int64)
-    if (key >= 0) & (key == following) & (key != before):
-        columns = tl.arange(0, PADDED)
-        is_column = columns < NUM_COLUMNS
-        sums = tl.load(tails + chunk * NUM_COLUMNS + columns, mask=is_column, other=0.0)
-        start = chunk + 1
-        goes_on = 1
-        while goes_on != 0:
-            chunks = start + tl.arange(0, LANES)
-            firsts = tl.load(sorted_keys + chunks * CHUNK, mask=chunks * CHUNK < num_ids, other=NO_KEY).to(tl.int64)
-            are_same = firsts == key
-            partial_sums = (chunks * NUM_COLUMNS)[:, None] + columns[None, :]
-            sums += tl.sum(tl.load(heads + partial_sums, mask=are_same[:, None] & is_column[None, :], other=0.0), 0)
-            start += LANES
-            goes_on = tl.min(are_same.to(tl.int32), 0)
-        zero = tl.zeros([1], tl.int64)
-        _, features, _ = _owners(order, owners, zero + last_position, zero == 0, num_features, POOLS)
-        runs, update = (zero + key, zero + last_position, features), (parts, target, states, learning_rate, eps, seed)
-        _finish(
-            sums[None, :], zero == 0, runs, update, J, NUM_PARTITIONS, NUM_COLUMNS, PADDED, ACTION, ROUNDS_AT_RANDOM
-        )
+    first_chunk = tl.program_id(0).to(tl.int64) * JOINED_CHUNKS
+    columns = tl.arange(0, PADDED)
+    is_column = columns < NUM_COLUMNS
+    zero = tl.zeros([1], tl.int64)
+    last_keys, any_begin = _joined(sorted_keys, first_chunk + tl.arange(0, JOINED_CHUNKS), num_ids, CHUNK)
+    num_chunks = tl.where(tl.max(any_begin.to(tl.int32), 0) != 0, JOINED_CHUNKS, 0)
+    for chunk in range(first_chunk, first_chunk + num_chunks):
+        key, begins = _joined(sorted_keys, chunk, num_ids, CHUNK)
+        if begins:
+            sums = tl.load(tails + chunk * NUM_COLUMNS + columns, mask=is_column, other=0.0)
+            start = chunk + 1
+            goes_on = 1
+            while goes_on != 0:
+                chunks = start + tl.arange(0, LANES)
+                firsts = tl.load(sorted_keys + chunks * CHUNK, mask=chunks * CHUNK < num_ids, other=NO_KEY).to(tl.int64)
+                are_same = firsts == key
+                partial_sums = (chunks * NUM_COLUMNS)[:, None] + columns[None, :]
+                sums += tl.sum(tl.load(heads + partial_sums, mask=are_same[:, None] & is_column[None, :], other=0.0), 0)
+                start += LANES
+                goes_on = tl.min(are_same.to(tl.int32), 0)
+            last_position = zero + chunk * CHUNK + CHUNK - 1
+            _, features, _ = _owners(order, owners, last_position, zero == 0, num_features, POOLS)
+            runs, update = (zero + key, last_position, features), (parts, target, states, learning_rate, eps, seed)
+            _finish(
+                sums[None, :],
+                zero == 0,
+                runs,
+                update,
+                J,
+                NUM_PARTITIONS,
+                NUM_COLUMNS,
+                PADDED,
+                MULTIPLES,
+                STATE_MULTIPLE,
+                ACTION,
+                ROUNDS_AT_RANDOM,
+            )
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=SLICES)
 def update_rows(
     sorted_keys,
     order,
@@ -293,6 +349,8 @@ def update_rows(
     NUM_PARTITIONS: tl.constexpr,
     NUM_COLUMNS: tl.constexpr,
     PADDED: tl.constexpr,
+    MULTIPLES: tl.constexpr,
+    STATE_MULTIPLE: tl.constexpr,
     POOLS: tl.constexpr,
     AT_KEY: tl.constexpr,
     ACTION: tl.constexpr,
@@ -314,12 +372,26 @@ def update_rows(
     before = tl.load(sorted_keys + firsts - 1, mask=has_before, other=_NONE_BEFORE).to(tl.int64)
     # the last place of a run within a chunk, or the last place of the chunk in which a longer run begins
     are_runs = (key >= 0) & (key != before) & ((key != following) | (sorted_positions == firsts + CHUNK - 1))
-    _, features, _ = _owners(order, owners, sorted_positions, are_runs, num_features, POOLS)
-    columns = tl.arange(0, PADDED)
-    slots = sorted_positions
-    if AT_KEY:
-        slots = key
-    mask = are_runs[:, None] & (columns < NUM_COLUMNS)[None, :]
-    gradients = tl.load(sums + (slots * NUM_COLUMNS)[:, None] + columns[None, :], mask=mask, other=0.0)
-    runs, update = (key, sorted_positions, features), (parts, target, states, learning_rate, eps, seed)
-    _finish(gradients, are_runs, runs, update, J, NUM_PARTITIONS, NUM_COLUMNS, PADDED, ACTION, ROUNDS_AT_RANDOM)
+    if tl.max(are_runs.to(tl.int32), 0) != 0:  # in most programs, where there are few rows, no run is found
+        _, features, _ = _owners(order, owners, sorted_positions, are_runs, num_features, POOLS)
+        columns = tl.arange(0, PADDED)
+        slots = sorted_positions
+        if AT_KEY:
+            slots = key
+        mask = are_runs[:, None] & (columns < NUM_COLUMNS)[None, :]
+        gradients = tl.load(sums + (slots * NUM_COLUMNS)[:, None] + columns[None, :], mask=mask, other=0.0)
+        runs, update = (key, sorted_positions, features), (parts, target, states, learning_rate, eps, seed)
+        _finish(
+            gradients,
+            are_runs,
+            runs,
+            update,
+            J,
+            NUM_PARTITIONS,
+            NUM_COLUMNS,
+            PADDED,
+            MULTIPLES,
+            STATE_MULTIPLE,
+            ACTION,
+            ROUNDS_AT_RANDOM,
+        )

@@ -1,108 +1,68 @@
 """Triton's kernels are compiled for NVIDIA's processors, with the arguments that a lookup gives them; nothing runs."""
 
 import importlib.util
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from distembed.kernels import triton_lookup, triton_tables
-from distembed.kernels.tables import Formula, Storage, TablePart
-from distembed.kernels.triton_lookup import TritonLookup
-from distembed.kernels.triton_tables import TritonKernels
-from distembed.partitions.base import Digit
+from tools.gpu.machine_code import Case, Launch, launches
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
-
-class Driver:
-    """Stands for the driver of a device, which is asked what to compile for."""
-
-    def __init__(self, capability: int) -> None:
-        self.capability = capability
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", self.capability, 32)
+NUMBERS_OF_THREAD, BYTES = 8, 16
+"""Numbers of a tile's row that a thread holds, and bytes of the widest load."""
+SPILLED = 8
+"""Bytes: ptxas puts one number aside before the loop of some kernels, so that more threads fit."""
 
 
-class Compiled:
-    """Stands for a kernel: compiles it as if it were launched, and notes its name."""
-
-    def __init__(self, kernel: Any, seen: list[str]) -> None:
-        self.kernel, self.seen = kernel, seen
-
-    def __getitem__(self, grid: tuple[int]) -> Any:
-        def launch(*arguments: Any, **constants: Any) -> None:
-            compiled = self.kernel.warmup(*arguments, grid=grid, **constants)
-            assert len(compiled.asm["cubin"]) > 0
-            self.seen.append(self.kernel.__name__)
-
-        return launch
-
-
-def storage(rows: int, columns: int, optimizer: str | None, dtype: torch.dtype) -> Storage:
-    return Storage(
-        [torch.zeros(rows * columns, dtype=dtype, requires_grad=True)], optimizer, torch.zeros(rows * columns)
-    )
+def row_accesses(case: Case, launch: Launch, later: bool) -> tuple[int, int]:
+    """Returns how many 16-byte loads and stores a kernel needs; ``later`` where its sums wait for ``update_rows``."""
+    rows = NUMBERS_OF_THREAD * case.dtype.itemsize // BYTES
+    sums = NUMBERS_OF_THREAD * 4 // BYTES
+    others = case.num_partitions - 1 if case.kind in ("product", "sequence") else 0
+    return {
+        "compose": (case.num_partitions * rows, sums),
+        "sum_runs": (sums + others * rows + (0 if later else rows), 2 * sums + (sums if later else rows)),
+        "update_rows": (sums + rows, rows),
+    }.get(launch.kernel, (0, 0))
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("capability", "optimizer", "columns", "dtype", "kind"),
+    ("capability", "case"),
     [
-        (90, "row_wise_adagrad", 16, torch.float32, "product"),
+        (90, Case()),
+        (80, Case(num_columns=128, optimizer="adagrad", dtype=torch.float16)),
         *[
-            pytest.param(capability, optimizer, columns, dtype, kind, marks=pytest.mark.slow)
+            pytest.param(capability, case, marks=pytest.mark.slow)
             for capability in (80, 90)
-            for optimizer, columns, dtype, kind in [
-                ("adagrad", 20, torch.float16, "columns"),
-                ("sgd", 128, torch.float32, "sequence"),
-                ("row_wise_adagrad", 256, torch.float16, "sum"),
+            for case in [
+                Case(num_columns=128),
+                Case(num_partitions=3, optimizer="sgd", num_columns=64),
+                Case(num_partitions=3, optimizer="adagrad", dtype=torch.float16),
+                Case("sequence", optimizer="sgd", num_columns=128),
+                Case("sum", num_columns=256, dtype=torch.float16, has_weights=True),
+                Case("columns", optimizer="adagrad"),
+                Case(num_columns=20, optimizer="adagrad"),
+                Case(num_columns=4),
             ]
         ],
     ],
+    ids=str,
 )
-def test_every_kernel_compiles(
-    capability: int,
-    optimizer: str,
-    columns: int,
-    dtype: torch.dtype,
-    kind: str,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    from triton.runtime import driver
-
-    monkeypatch.setattr(driver, "_active", Driver(capability))
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("DISTEMBED_CHECK_ROWS", "0")  # kernels are compiled, and write no keys
-    seen: list[str] = []
-    kernels = TritonKernels(*[Compiled(kernel, seen) for kernel in triton_tables.triton_kernels()])
-    monkeypatch.setattr(triton_lookup, "triton_kernels", lambda: kernels)
-    parts = (
-        [TablePart(Digit(1, 250), 0, 250, feature * 250 * columns, feature * 250 * columns) for feature in range(2)],
-        [TablePart(Digit(250, None), 0, 4, feature * 4 * columns, feature * 4 * columns) for feature in range(2)],
-    )
-    own = [storage(2 * rows, columns, optimizer, dtype) for rows in (250, 4)]
-    ranges = [range(columns), range(columns, 2 * columns)] if kind == "columns" else [range(columns)] * 2
-    formula = Formula(ranges, kind in ("product", "sequence"), kind != "sequence")
-    lookup = TritonLookup(formula, list(zip(*parts, strict=True)), [1, 1], own)
-    weights = torch.ones(30) if kind == "sum" else None
-    vectors = lookup(
-        torch.zeros(30, dtype=torch.int64),
-        torch.arange(31, dtype=torch.int32 if dtype == torch.float32 else torch.int64),
-        weights,
-        own,
-    )
-    vectors.backward(torch.ones_like(vectors))
-    expected = ["compose", "write_keys", "sum_runs", "join_runs", "sum_runs", "join_runs"]
-    assert seen == expected + (["update_rows"] if formula.is_product else [])
+def test_kernels_move_rows_by_16_bytes_and_leave_room_for_many_threads(capability: int, case: Case) -> None:
+    found = launches(case, capability)
+    k, is_product = case.num_partitions, case.kind in ("product", "sequence")
+    expected = ["write_keys", "compose"] + k * ["sum_runs", "join_runs"] + is_product * (k - 1) * ["update_rows"]
+    assert [launch.kernel for launch in found] == expected
+    summed = 0
+    for launch in found:
+        assert launch.spilled <= SPILLED, launch
+        # at least 16 of the 64 warps of a processor, and 12 programs' shared memory
+        assert launch.registers * 32 * 16 <= 65536, launch
+        assert launch.shared <= 8192, launch
+        summed += launch.kernel == "sum_runs"
+        if case.num_columns >= 16:
+            loads, stores = row_accesses(case, launch, later=is_product and summed < k)
+            assert launch.loads[128] >= loads, launch
+            assert launch.stores[128] >= stores, launch

@@ -229,6 +229,12 @@ def product_of_two(optimizer: str | None) -> tuple[TritonLookup, list[Storage]]:
     return TritonLookup(Formula([range(8)] * 2, True, True), [parts], [1], storages), storages
 
 
+def test_more_vectors_than_kernels_count_are_refused() -> None:
+    lookup, _ = product_of_two("sgd")
+    with pytest.raises(UserError, match=r"2147483648 vectors, and at most 2147483647 .* smaller batches"):
+        lookup.find_keys(torch.empty(0, device="meta"), torch.empty(2**31 + 1, device="meta"))
+
+
 def refusals_of_changed_rows() -> list[str]:
     """What a second backward pass says when the first has updated rows, and a first one when an optimizer has."""
     said = []

@@ -29,7 +29,7 @@ from distembed.kernels.layout import BLOCK_IDS, place_bits
 from distembed.kernels.loading import reason_not_compiled, reason_unavailable
 from distembed.kernels.operation import FusedLookup
 from distembed.kernels.tables import MAX_ROWS, OPTIMIZERS, Formula, Storage, TablePart, lanes_for
-from distembed.kernels.triton_lookup import TritonLookup, update_bytes
+from distembed.kernels.triton_lookup import TritonLookup, saved_bytes, update_bytes
 from distembed.optim.kinds import fused_optimizer_name
 from distembed.sharding.groups.base import Group, LookupRequest
 from distembed.sharding.groups.load import (
@@ -151,10 +151,10 @@ class FusedGroup(Group):
 
     @classmethod
     def lookup_memory(cls, load: GroupLoad, device_kind: str) -> LookupMemory:
-        """Returns the bytes of ids and bag offsets (saved), and of the gradient sums of distinct rows (update).
+        """Returns the bytes that wait for the backward pass (saved), and of gradient sums of distinct rows (update).
 
-        On a CPU, each thread updates one table at a time, so the largest ``num_threads`` tables count. A GPU updates
-        all tables at once.
+        A CPU saves ids and bag offsets, a GPU the ids' keys and owners. On a CPU, each thread updates one table at a
+        time, so the largest ``num_threads`` tables count. A GPU updates all tables at once.
         """
         saved = (load.num_bags + load.num_ids) * LONG_BYTES  # offsets and ids
         num_ids: Counter[Hashable] = Counter()  # of each table, whose features are updated together
@@ -169,6 +169,7 @@ class FusedGroup(Group):
             stacked = load.replicated_vector_bytes if load.stacks else 0
             num_keys = [sum(table_rows) for table_rows in zip(*num_rows.values(), strict=True)]
             update = update_bytes(load.num_ids, num_keys, load.dims) + load.output_bytes
+            saved = saved_bytes(load.num_ids, num_keys)
             return LookupMemory(saved + stacked, forward_bytes=0, backward_bytes=0, update_bytes=update)
         table_bytes = sorted((_update_bytes(load, num_rows[table], num_ids[table]) for table in num_ids), reverse=True)
         # the gradient of the vectors lives until all rows are updated

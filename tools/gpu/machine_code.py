@@ -1,0 +1,202 @@
+"""Compiles the fused lookup's Triton kernels for an NVIDIA processor without one, and reads their machine code.
+
+``python -m gpu.machine_code`` (from ``tools/``) prints a table: registers, spilled bytes, instructions and the width of
+loads and stores of each kernel. Kernels are compiled through the lookup's own launches, so with its own arguments.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from distembed.kernels import triton_lookup, triton_tables
+from distembed.kernels.tables import Formula, Storage, TablePart
+from distembed.kernels.triton_lookup import TritonLookup
+from distembed.kernels.triton_tables import TritonKernels
+from distembed.partitions.base import Digit
+
+NUM_FEATURES, NUM_BAGS, COLLISIONS, QUOTIENTS = 26, 64, 4, 100
+
+
+@dataclass(frozen=True)
+class Case:
+    """A lookup whose kernels are compiled."""
+
+    kind: str = "product"  # product, sum, columns (concatenated) or sequence (a product for each id)
+    num_partitions: int = 2
+    num_columns: int = 16
+    optimizer: str = "row_wise_adagrad"
+    dtype: torch.dtype = torch.float32
+    has_weights: bool = False
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A compiled launch."""
+
+    kernel: str
+    num_programs: int
+    num_warps: int
+    registers: int  # of a thread
+    spilled: int  # bytes of local memory of a thread
+    shared: int  # bytes of a program
+    instructions: int
+    loads: Counter[int]  # number of load instructions of global memory, by bits
+    stores: Counter[int]
+
+
+class _Driver:
+    """Stands for the driver of a device, which is asked what to compile for."""
+
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self._capability, 32)
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """Stands for a kernel: compiles it as if it were launched."""
+
+    kernel: Any
+    seen: Callable[[Launch], None]
+
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+        def launch(*arguments: Any, **constants: Any) -> None:
+            self.kernel.device_caches.clear()  # of kernels in this process, which may be another processor's
+            compiled = self.kernel.warmup(*arguments, grid=grid, **constants)
+            self.seen(_read(self.kernel.__name__, grid[0], compiled))
+
+        return launch
+
+
+@contextmanager
+def compiling(capability: int, seen: Callable[[Launch], None]) -> Iterator[None]:
+    """Has lookups within the block compile their kernels for a compute capability, such as 90; nothing is run."""
+    from triton.runtime import driver
+
+    kernels = TritonKernels(*[_Compiled(kernel, seen) for kernel in triton_tables.triton_kernels()])
+    with (
+        tempfile.TemporaryDirectory() as cache,
+        patch.dict(os.environ, {"TRITON_CACHE_DIR": cache, "DISTEMBED_CHECK_ROWS": "0"}),
+        patch.object(driver, "_active", _Driver(capability)),
+        patch.object(triton_lookup, "triton_kernels", lambda: kernels),
+    ):
+        yield
+
+
+def launches(case: Case, capability: int) -> list[Launch]:
+    """Compiles the kernels of a training step."""
+    k, columns = case.num_partitions, case.num_columns
+    digits = [Digit(COLLISIONS**j, COLLISIONS) for j in range(k - 1)] + [Digit(COLLISIONS ** (k - 1), None)]
+    rows = [COLLISIONS] * (k - 1) + [QUOTIENTS]
+    ranges = [range(columns * j, columns * (j + 1)) if case.kind == "columns" else range(columns) for j in range(k)]
+    parts = [
+        [TablePart(digit, 0, n, f * n * columns, f * n * _states(case)) for digit, n in zip(digits, rows, strict=True)]
+        for f in range(NUM_FEATURES)
+    ]
+    storages = [_storage(NUM_FEATURES * n, case) for n in rows]
+    formula = Formula(ranges, case.kind in ("product", "sequence"), case.kind != "sequence")
+    lookup = TritonLookup(formula, parts, [1] * NUM_FEATURES, storages)
+    num_ids = NUM_FEATURES * NUM_BAGS
+    found: list[Launch] = []
+    with compiling(capability, found.append):
+        vectors = lookup(
+            torch.zeros(num_ids, dtype=torch.int64),
+            torch.arange(num_ids + 1),
+            torch.ones(num_ids) if case.has_weights else None,
+            storages,
+        )
+        vectors.backward(torch.ones_like(vectors))
+    return found
+
+
+def _states(case: Case) -> int:
+    return case.num_columns if case.optimizer == "adagrad" else 1
+
+
+def _storage(rows: int, case: Case) -> Storage:
+    numbers = torch.zeros(rows * case.num_columns, dtype=case.dtype, requires_grad=True)
+    return Storage(
+        [numbers],
+        case.optimizer,
+        torch.zeros(rows * _states(case)),
+        rounding_seed=(lambda: 7) if case.dtype == torch.float16 else None,
+    )
+
+
+def _read(name: str, num_programs: int, compiled: Any) -> Launch:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = _tool("cuobjdump", "--dump-resource-usage", file.name)
+        code = _tool("nvdisasm", "-c", file.name)
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
+    assert found is not None, usage
+    # an instruction: /*0120*/ @!P0 LDG.E.128 R4, ...
+    operations = re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", code, re.MULTILINE)
+    return Launch(
+        name,
+        num_programs,
+        compiled.metadata.num_warps,
+        registers=int(found[1]),
+        spilled=int(found[2]) + int(found[3]),
+        shared=compiled.metadata.shared,
+        instructions=len(operations),
+        loads=_widths(operations, "LDG"),
+        stores=_widths(operations, "STG"),
+    )
+
+
+def _widths(operations: Sequence[str], prefix: str) -> Counter[int]:
+    widths = (re.search(r"\.[US]?(8|16|64|128)\b", each) for each in operations if each.split(".")[0] == prefix)
+    return Counter(int(width[1]) if width else 32 for width in widths)
+
+
+def _tool(name: str, *arguments: str) -> str:
+    import triton
+
+    program = Path(triton.__file__).parent / "backends/nvidia/bin" / name
+    return subprocess.run([program, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints a table in Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--capability", type=int, default=90, help="compute capability (90)")
+    parser.add_argument("--columns", type=int, nargs="+", default=[16, 128])
+    options = parser.parse_args(arguments)
+    print("| rows | kernel | registers | spilled | instructions | loads: 128 bits / all | stores: 128 bits / all |")
+    print("|---|---|---|---|---|---|---|")
+    for dtype in (torch.float32, torch.float16):
+        for columns in options.columns:
+            for launch in launches(Case(num_columns=columns, dtype=dtype), options.capability):
+                print(
+                    f"| {columns} x {str(dtype).removeprefix('torch.')} | {launch.kernel} | {launch.registers} "
+                    f"| {launch.spilled} | {launch.instructions} | {launch.loads[128]} / {launch.loads.total()} "
+                    f"| {launch.stores[128]} / {launch.stores.total()} |",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()
