@@ -46,7 +46,7 @@ class StandInStorage(StandInTables):
 
 
 class StandInKernel:
-    """Stands for a kernel of Triton's: refuses what is not on the device, and counts its launches."""
+    """Stands for a kernel of Triton's: refuses tensors elsewhere, or with gaps, and counts its launches."""
 
     def __init__(self, name: str, launched: "Counter[str]") -> None:
         self._name, self._launched = name, launched
@@ -61,6 +61,8 @@ class StandInKernel:
                 for tensor in own if isinstance(own, tuple) else (own,):
                     if isinstance(tensor, Tensor) and tensor.device.type != "cuda":
                         raise Refused(f"{self._name} gets a tensor on {tensor.device}; {origin_module()}")
+                    if isinstance(tensor, Tensor) and not tensor.is_contiguous():
+                        raise Refused(f"{self._name} gets a tensor with strides {tensor.stride()}; {origin_module()}")
             for name, value in constants.items():
                 hash(value)  # of what a kernel is compiled for
                 assert not isinstance(value, Tensor), name
