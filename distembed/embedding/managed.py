@@ -12,6 +12,8 @@ Where no slot is free it stays a candidate. An eviction compares candidates with
 
 The best candidate takes the slot of the worst id, the second best that of the second worst, while its score is higher.
 Equal scores leave the slot as it is. Then candidates are forgotten, so that a stream without end takes no more memory.
+With a half-life, occurrences of ids in slots are then halved: an id that was frequent long ago loses its slot at last
+(the reset of TinyLFU; Einziger, Friedman and Manes, ACM Transactions on Storage 2017, section 3.3).
 
 Ids are divided by a hash into buckets, each with slots of its own, and buckets among the ranks. Their number depends on
 ``size`` alone, so that any number of ranks gives the same slots. A bucket in memory, ``entries [entries, 2]``::
@@ -202,6 +204,7 @@ class ManagedIds:
     def evict(self) -> Int64[Tensor, " evicted"]:
         """Gives slots on this rank to candidates that score higher, and forgets candidates; returns these slots."""
         changed = [self._evict_bucket(row, int(bucket)) for row, bucket in enumerate(self.buckets)]
+        self._halve_counts()
         self._copies.clear()
         return torch.from_numpy(np.concatenate([np.empty(0, np.int64), *changed]))
 
@@ -227,6 +230,16 @@ class ManagedIds:
             self._places[row] = 0
             self._insert(self._places, row)
         return self.sizes.first_slot(bucket) + lost
+
+    def _halve_counts(self) -> None:
+        """Halves the counts of ids in slots, rounded down, for each half-life that has ended since an eviction."""
+        config, used = self.sizes.config.eviction, self.state["used"]
+        if config.half_life is None or not len(used):
+            return
+        clock = int(used[0, _CLOCK])
+        num_ended = clock // config.half_life - max(0, clock - config.every) // config.half_life
+        values = self.state["entries"][:, : self.sizes.slots_per_bucket, 1]
+        values.copy_((values >> 32 >> min(num_ended, 32)) << 32 | values & _LAST)
 
     def _scores(self, values: NDArray[np.int64], clock: int) -> NDArray[np.int64] | NDArray[np.float64]:
         """Returns the scores of entries by their second numbers."""

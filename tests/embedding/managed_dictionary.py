@@ -1,6 +1,6 @@
 """The policy of managed ids in plain Python, and a skewed stream of raw ids."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -67,6 +67,10 @@ class Bucket:
         self.seen = {id: own for id, own in self.seen.items() if own.slot is not None}
         self.num_waiting = 0
         self.evicted += len(slots)
+        if self.config.eviction.half_life is not None:
+            for step in range(clock - self.config.eviction.every + 1, clock + 1):
+                if step % self.config.eviction.half_life == 0:
+                    self.seen = {id: replace(own, count=own.count // 2) for id, own in self.seen.items()}
         return slots
 
 

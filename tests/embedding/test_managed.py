@@ -10,11 +10,20 @@ from tests.embedding.managed_dictionary import DictionaryPolicy, managed_config,
 
 
 @pytest.mark.parametrize(
-    "size, policy, min_count, candidates",
-    [(5_000, "lfu", 2, None), (5_000, "lru", 3, 20_000), (2_000, "distance_lfu", 1, 700), (300_000, "lru", 1, 10_000)],
+    "size, policy, min_count, candidates, half_life",
+    [
+        (5_000, "lfu", 2, None, None),
+        (5_000, "lfu", 1, None, 7),
+        (5_000, "lru", 3, 20_000, None),
+        (2_000, "distance_lfu", 1, 700, 50),
+        (300_000, "lru", 1, 10_000, None),
+    ],
 )
-def test_equal_to_a_dictionary(size: int, policy: str, min_count: int, candidates: int | None) -> None:
-    config = managed_config(size, policy, min_count=min_count, candidates=candidates, every=max(20, size // 3000))
+def test_equal_to_a_dictionary(
+    size: int, policy: str, min_count: int, candidates: int | None, half_life: int | None
+) -> None:
+    every = max(20, size // 3000)
+    config = managed_config(size, policy, min_count=min_count, candidates=candidates, every=every, half_life=half_life)
     sizes = ManagedSizes("t", config)
     managed, expected = ManagedIds(sizes), DictionaryPolicy(config)
     for batch in np.split(skewed_stream(1_000_000, 200 * size), 500):
@@ -39,3 +48,19 @@ def test_with_room_for_all_ids_slots_are_a_vocabulary() -> None:
     assert slots.tolist() == [numbers[id] for id in stream.tolist()]
     ids, known = managed.known()
     assert dict(zip(ids.tolist(), known.tolist(), strict=True)) | {0: 0} == numbers
+
+
+@pytest.mark.parametrize("half_life, keeps", [(None, True), (4, False)])
+def test_an_id_that_was_frequent_long_ago_loses_its_slot(half_life: int | None, keeps: bool) -> None:
+    managed = ManagedIds(ManagedSizes("t", managed_config(3, half_life=half_life, every=4)))
+    for batch in [np.full(1000, 7)] * 4 + [np.full(10, 8)] * 60:
+        managed.start_batch()
+        managed.admit(batch.astype(np.int64))
+        if int(managed.state["used"][0, 2]) % 4 == 0:
+            managed.evict()
+    assert managed.known()[0].tolist() == [7 if keeps else 8]
+
+
+def test_recency_has_no_half_life() -> None:
+    with pytest.raises(ValueError, match="half_life is 10, and the policy 'lru' scores no occurrences"):
+        managed_config(100, "lru", half_life=10)
