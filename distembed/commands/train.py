@@ -110,20 +110,32 @@ def evaluate_command(
     run: RunFolderArgument,
     split: Annotated[str, typer.Option(help="Split to evaluate on.")] = "test",
     data: DataOption = None,
+    by: Annotated[
+        str | None, typer.Option(metavar="[day|hour]", help="Evaluate each day's rows apart, or each hour's, in UTC.")
+    ] = None,
     checkpoint: CheckpointOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a line.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
 ) -> None:
     """Evaluate a run's best or newest checkpoint by its task's metrics: logloss and AUC, RMSE, or NDCG."""
     from distembed.base.files import finite
-    from distembed.training.trained_run import find_trained_run
+    from distembed.training.trained_run import find_trained_run, period_kind
 
     trained = find_trained_run(run, data, split, checkpoint)
-    from distembed.training.inference import describe_metrics, evaluate_split, open_run
+    kind = None if by is None else period_kind(by, trained)
+    from distembed.training.inference import describe_metrics, evaluate_by_period, evaluate_split, open_run
 
     with open_run(trained) as loaded:
-        metrics = evaluate_split(loaded.state, loaded.dataset, split, loaded.ranks)
-        if loaded.ranks.is_first:
-            print(json.dumps(finite(metrics), indent=2) if as_json else describe_metrics(loaded.state, metrics))
+        if kind is None:
+            metrics = evaluate_split(loaded.state, loaded.dataset, split, loaded.ranks)
+        else:
+            metrics = evaluate_by_period(loaded.state, loaded.dataset, split, loaded.ranks, kind)
+        if loaded.ranks.is_first and as_json:
+            print(json.dumps(finite(metrics), indent=2))
+        elif loaded.ranks.is_first and kind is None:
+            print(describe_metrics(loaded.state, metrics))
+        elif loaded.ranks.is_first:
+            for period, of_period in metrics.items():
+                print(f"{period}  {loaded.state.task.describe(of_period)}")
 
 
 @app.command("materialise", epilog="Example: `distembed materialise runs/first --output vectors --table C3`")

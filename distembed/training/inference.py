@@ -10,6 +10,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from distembed.base.errors import DamagedCheckpoint, RunError, UserError
@@ -19,6 +20,8 @@ from distembed.checkpoints import load_checkpoint
 from distembed.checkpoints.store import CheckpointStore, place_and_name, storage_errors
 from distembed.data.dataset.kept import kept_dataset
 from distembed.data.dataset.manifest import Manifest
+from distembed.data.dataset.periods import SECONDS, PeriodKind, period_name
+from distembed.data.dataset.row_groups import read_times
 from distembed.data.reader import Batch, read_share
 from distembed.models import Model
 from distembed.optim.config import SparseOptimizerConfig
@@ -193,6 +196,23 @@ def load_training_state(
         return checkpoint
 
     return state, read_newest(run_dir, config, load, choice=checkpoint)
+
+
+def evaluate_by_period(
+    state: TrainingState, dataset: str, split: str, ranks: Ranks, kind: PeriodKind
+) -> dict[str, Any]:
+    """Returns, on rank 0, the metrics of the rows of each day or hour of a split, by its name, in the order of time.
+
+    Other ranks get nothing. All ranks call it. The task is of single rows, and the dataset has times.
+    """
+    rows = score_split(state, dataset, split, ranks)
+    if not ranks.is_first:
+        return {}
+    periods, metrics = read_times(dataset, split) // SECONDS[kind], {}
+    for number in np.unique(periods).tolist():
+        own = {name: values[periods == number] for name, values in rows.items()}
+        metrics[period_name(number, kind)] = state.task.metrics(own)
+    return metrics
 
 
 def evaluate_split(state: TrainingState, dataset: str, split: str, ranks: Ranks) -> dict[str, Any]:

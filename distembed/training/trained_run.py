@@ -11,8 +11,11 @@ import pyarrow.parquet as pq
 
 from distembed.base.errors import UserError
 from distembed.base.files import require_file
+from distembed.base.names import one_of
 from distembed.data.dataset.kept import kept_dataset
 from distembed.data.dataset.manifest import Manifest
+from distembed.data.dataset.periods import SECONDS, PeriodKind
+from distembed.tasks.recommending_config import RecommendingConfig
 from distembed.training.config import Config
 from distembed.training.resume import choose_dataset, find_checkpoint, is_of_same_ids, load_run_config
 from distembed.training.start import require_labels, require_splits
@@ -55,6 +58,26 @@ def find_trained_run(
         require_labels(config.task, dataset, [split])
     find_checkpoint(folder, config, checkpoint)
     return TrainedRun(folder, config, dataset, manifest, checkpoint)
+
+
+def period_kind(name: str, run: TrainedRun) -> PeriodKind:
+    """Returns the periods of a name, ``day`` or ``hour``, by which a run can be evaluated.
+
+    Raises:
+        UserError: The name is another one, the dataset has no times of rows, or the task has no metrics of single rows.
+    """
+    kinds: dict[str, PeriodKind] = {kind: kind for kind in SECONDS}
+    kind = kinds[one_of("--by", name, kinds)]
+    if run.manifest.schema.time is None:
+        raise UserError(
+            f"--by {name}: the dataset {run.dataset} has no times of rows; prepare it with `time: {{column: ...}}` in "
+            "the schema, or leave --by out."
+        )
+    if isinstance(run.config.task, RecommendingConfig):
+        raise UserError(
+            f"--by {name}: the task {run.config.task.name!r} has no metrics of single rows; leave --by out."
+        )
+    return kind
 
 
 def whole_dataset(run: TrainedRun, config: Config) -> tuple[str, Manifest]:

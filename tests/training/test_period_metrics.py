@@ -1,5 +1,6 @@
 """Metrics of a stream by day: those that scikit-learn computes of the rows of each day, on any ranks, after any end."""
 
+import json
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -81,6 +82,30 @@ def test_each_day_has_the_metrics_of_its_rows(config: Path, rows: list[Row], tmp
         assert line["calibration"] == pytest.approx(scores[own].sum() / labels[own].sum(), rel=1e-5)
     # late rows change the line of a day that has ended
     assert len(metrics(run, "period")) > NUM_DAYS
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.distributed)])
+def test_a_split_is_evaluated_by_day(config: Path, rows: list[Row], tmp_path: Path, ranks: int) -> None:
+    call("train", config, "--run-dir", tmp_path / "run")
+    # the next days' rows as servers would score them: by the vocabularies of the run
+    write_file(tmp_path / "next.csv", rows)
+    known = ("--vocabulary", tmp_path / "run", "--split", "test")
+    call("prepare", "table", tmp_path / "next.csv", *known, "--output", tmp_path / "next")
+    arguments = (tmp_path / "run", "--data", tmp_path / "next")
+    found = json.loads(distembed("evaluate", *arguments, "--by", "day", "--json", ranks=ranks).stdout)
+    call("predict", *arguments, "--output", tmp_path / "scores.parquet")
+    scores = pq.read_table(tmp_path / "scores.parquet")
+    days = np.array([day_of(row) for row in rows])
+    assert list(found) == sorted(set(days))
+    for day, line in found.items():
+        labels, predicted = (
+            scores[name].to_numpy()[days == day].astype(np.float64) for name in ("label", "prediction")
+        )
+        assert line["rows"] == len(labels)
+        assert line["auc"] == pytest.approx(roc_auc_score(labels, predicted), abs=1e-6)
+        assert line["logloss"] == pytest.approx(log_loss(labels, predicted), rel=1e-5)
+    with pytest.raises(UserError, match="--by is 'week'"):
+        call("evaluate", *arguments, "--by", "week")
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.distributed)])

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from distembed.base.checksums import Verification, checksum_of
 from distembed.base.errors import RunError, UserError
@@ -178,6 +179,15 @@ def list_row_groups(dataset_dir: Path, manifest: Manifest, split_name: str) -> t
         for index in range(metadata.num_row_groups)
         if (num_rows := metadata.row_group(index).num_rows)
     )
+
+
+def read_times(dataset_dir: str | os.PathLike[str], split_name: str) -> NDArray[np.int64]:
+    """Returns the time of each row of a split [rows], in seconds since 1970; the schema has a time."""
+    folder = dataset_folder(dataset_dir)
+    manifest = Manifest.load(folder)
+    name = str(manifest.schema.time)
+    groups = list_row_groups(folder, manifest, split_name)
+    return np.concatenate([np.empty(0, np.int64), *(group.read([name]).column(name).to_numpy() for group in groups)])
 
 
 def wrong_num_rows(dataset_dir: Path, manifest: Manifest, split_name: str) -> str | None:
