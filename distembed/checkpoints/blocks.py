@@ -21,7 +21,7 @@ import json
 import math
 import os
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass, field
 from functools import partial
@@ -166,7 +166,34 @@ def require_files(tensors: Mapping[str, SavedTensor], file_bytes: Mapping[str, i
             raise DamagedFile(f"{name} ends after {file_bytes[name]:,} of {end:,} bytes")
 
 
-def read_blocks(checkpoint: str, tensors: Mapping[str, SavedTensor], live: Mapping[str, TensorShards]) -> None:
+def map_tensor(checkpoint: str, tensor: SavedTensor) -> Tensor | None:
+    """Returns a tensor whose memory is its file, mapped; a page that is written to is copied.
+
+    None for a tensor on another file system, or whose rows do not lie one after another in one file.
+    """
+    files, path = open_file_system(checkpoint)
+    # block 0: rows 0 ... 99    block 1: rows 100 ... 199    and so on, each where the one before ends
+    rows, end = 0, tensor.blocks[0].start if tensor.blocks else 0
+    for block in tensor.blocks:
+        is_next = block.start == end and block.file == tensor.blocks[0].file and not block.is_archive
+        if not tensor.size or not is_next or block.offsets[0] != rows or block.sizes[1:] != tensor.size[1:]:
+            return None
+        rows, end = rows + block.sizes[0], end + block.length
+    if not rows or rows != tensor.size[0] or end % tensor.dtype.itemsize or not isinstance(files, LocalFileSystem):
+        return None
+    try:
+        content = torch.from_file(f"{path}/{tensor.blocks[0].file}", size=end, dtype=torch.uint8)
+    except RuntimeError:  # a file that cannot be opened: reading it says why
+        return None
+    return content[tensor.blocks[0].start :].view(tensor.dtype).view(tensor.size)
+
+
+def read_blocks(
+    checkpoint: str,
+    tensors: Mapping[str, SavedTensor],
+    live: Mapping[str, TensorShards],
+    mapped: Collection[str] = (),
+) -> None:
     """Fills this rank's live shards with a checkpoint's numbers, in place, with up to 4 threads.
 
     An :class:`AddedShard` is not overwritten: the saved numbers are added to it.
@@ -175,6 +202,7 @@ def read_blocks(checkpoint: str, tensors: Mapping[str, SavedTensor], live: Mappi
         checkpoint: Local path or URL of the checkpoint.
         tensors: The tensors that the checkpoint holds.
         live: The shards to fill, by the name of the saved tensor.
+        mapped: Names of tensors whose live memory is the file (:func:`map_tensor`), which are verified alone.
 
     Raises:
         UserError: The checkpoint may not be read.
@@ -188,7 +216,7 @@ def read_blocks(checkpoint: str, tensors: Mapping[str, SavedTensor], live: Mappi
             if key not in tensors:
                 raise DamagedFile(f"it has no tensor {key}")
             adds = any(isinstance(shard, AddedShard) for shard in shards.shards)
-            (added if adds else reads).extend(_reads(key, tensors[key], shards))
+            (added if adds else reads).extend(_reads(key, tensors[key], shards, key in mapped))
         files, path = open_file_system(checkpoint)
         with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), "distembed-load") as pool:
             list(pool.map(partial(BlockRead.run, files=files, path=path), reads))
@@ -234,11 +262,12 @@ class _Part:
 
 @dataclass(frozen=True)
 class BlockRead:
-    """A block to read and the live parts that it fills; without parts the block is only verified."""
+    """A block to read and the live parts that it fills; without parts, or if it is mapped, it is only verified."""
 
     block: SavedBlock
     dtype: torch.dtype
     parts: Sequence[_Part] = ()
+    is_mapped: bool = False
 
     def run(self, files: Any, path: str) -> None:
         """Reads the block, verifies its checksum and then fills the parts; numbers read in place are verified after.
@@ -251,7 +280,9 @@ class BlockRead:
         else:
             values = self.parts[0].target if in_place else torch.empty(block.sizes, dtype=self.dtype)
         memory = _memory(values)
-        if isinstance(files, LocalFileSystem):
+        if self.is_mapped:
+            num_bytes = block.length
+        elif isinstance(files, LocalFileSystem):
             with open(f"{path}/{block.file}", "rb") as file:
                 file.seek(block.start)
                 num_bytes = file.readinto(memory)
@@ -293,13 +324,13 @@ class BlockRead:
         return is_alike and target.device.type == "cpu" and target.is_contiguous()
 
 
-def _reads(key: str, tensor: SavedTensor, shards: TensorShards) -> list[BlockRead]:
+def _reads(key: str, tensor: SavedTensor, shards: TensorShards, is_mapped: bool) -> list[BlockRead]:
     """Returns the saved blocks that overlap live shards; blocks that leave a gap are a :class:`DamagedFile`."""
     reads = []
     for block in tensor.blocks:
         parts = [part for shard in shards.shards if (part := _Part.shared(block, shard)) is not None]
         if parts:
-            reads.append(BlockRead(block, tensor.dtype, parts))
+            reads.append(BlockRead(block, tensor.dtype, parts, is_mapped))
     # the blocks of a tensor do not overlap, so that equal numbers of elements mean that every element is covered
     num_found = sum(part.target.numel() for read in reads for part in read.parts)
     num_needed = sum(shard.tensor.numel() for shard in shards.shards)

@@ -76,10 +76,13 @@ class WholeModel:
         return dataclasses.replace(self, blueprint=blueprint, module=module, task=blueprint.task)
 
 
-def load_whole_model(run: TrainedRun, device: torch.device, checkpoint: str | None = None) -> WholeModel:
+def load_whole_model(
+    run: TrainedRun, device: torch.device, checkpoint: str | None = None, maps_weights: bool = False
+) -> WholeModel:
     """Builds a run's model on one device and reads its weights, without initialising them first.
 
-    ``checkpoint`` is a path or URL; unless given, the best where the run keeps it, else its newest.
+    ``checkpoint`` is a path or URL; unless given, the best where the run keeps it, else its newest. For
+    ``maps_weights`` see :func:`~distembed.checkpoints.checkpoint.load_checkpoint`.
     """
     ranks = Ranks(0, 1, 1, device)
     blueprint = Blueprint.for_ranks(_on_kept_dataset(run), run.manifest.schema, ranks, {})
@@ -91,7 +94,7 @@ def load_whole_model(run: TrainedRun, device: torch.device, checkpoint: str | No
     task.start(blueprint.task_context(run.dataset, ranks))
 
     def load(path: str) -> tuple[str, Mapping[str, Any]]:
-        return path, load_checkpoint(path, module, collectives=Collectives.alone())
+        return path, load_checkpoint(path, module, collectives=Collectives.alone(), maps_weights=maps_weights)
 
     if checkpoint is not None:
         path_read, progress = load(checkpoint)

@@ -82,6 +82,29 @@ def test_an_index_that_no_checkpoint_has_is_refused(
         restore_run(str(checkpoint), model, with_optimizer(model), Collectives())
 
 
+def test_mapped_weights_are_the_copied_ones_and_are_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of several blocks; a change of a mapped weight does not reach the file."""
+    monkeypatch.setattr(shards, "MAX_BLOCK_BYTES", 160)
+    model = nn.Linear(8, 33)
+    save_checkpoint(tmp_path / "it", model)
+    content = (tmp_path / "it" / "rank-0.blocks").read_bytes()
+    for _ in range(2):
+        mapped = nn.Linear(8, 33)
+        before = mapped.weight.data_ptr()
+        load_checkpoint(tmp_path / "it", mapped, maps_weights=True)
+        assert mapped.weight.data_ptr() != before
+        assert mapped.weight.equal(model.weight) and mapped.bias.equal(model.bias)
+        with torch.no_grad():
+            mapped.weight += 1
+        assert (tmp_path / "it" / "rank-0.blocks").read_bytes() == content
+    for place in (0, 500, 1000):
+        (tmp_path / "it" / "rank-0.blocks").write_bytes(
+            content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+        )
+        with pytest.raises(DamagedCheckpoint, match="does not have the checksum"):
+            load_checkpoint(tmp_path / "it", nn.Linear(8, 33), maps_weights=True)
+
+
 def test_no_single_change_hides_the_checksums(tmp_path: Path) -> None:
     checkpoint = saved(tmp_path)
     values = json.loads((checkpoint / "progress.json").read_text())

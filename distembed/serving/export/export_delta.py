@@ -11,7 +11,9 @@ No program is traced: the config has to be the one that the earlier export was m
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -49,7 +51,8 @@ from distembed.serving.whole_model import load_whole_model
 from distembed.training.trained_run import TrainedRun
 
 _WEIGHTS_CONFIG = "data/weights/model_weights_config.json"
-_ROWS_AT_ONCE = 1 << 14
+_ROWS_AT_ONCE = 1 << 15
+_MOST_THREADS = 4
 _WHOLE = "export the run whole, without --delta-since"
 
 
@@ -85,7 +88,7 @@ def export_delta(run: TrainedRun, output: Path, since: Path) -> ExportedDelta:
         _require_newest(chain[-1], parent)
         exported, manifest = chain[0].folder, read_manifest(chain[0].folder)
         _require_same_programs(run, exported, manifest)
-        trained = load_whole_model(in_float32(run), torch.device("cpu"))
+        trained = load_whole_model(in_float32(run), torch.device("cpu"), maps_weights=True)
         model = exportable(trained, run.manifest, manifest.recommends.num_best if manifest.recommends else 1)
         assert not isinstance(model, TowerModel)
         _require_fixed_rows(model.tables, exported, manifest)
@@ -230,23 +233,25 @@ def _stored(prefix: str, weight: RowsOnDemand, first: int, stop: int) -> dict[st
 
 def _change(file: str, weight: _Weight, saved: SavedWeights) -> RowChange | None:
     """Compares a weight with the saved one, some rows at a time; returns the changed rows, or None without any."""
-    found: list[Tensor] = []
-    values: dict[str, list[Tensor]] = {}
-    for first in range(0, weight.num_rows, _ROWS_AT_ONCE):
-        tensors = weight.read(first, min(first + _ROWS_AT_ONCE, weight.num_rows))
-        is_changed = torch.zeros(min(_ROWS_AT_ONCE, weight.num_rows - first), dtype=torch.bool)
-        for name, tensor in tensors.items():
-            is_changed |= saved.differs(name, first, tensor, weight.num_rows)
-        rows = is_changed.nonzero().flatten()
-        if len(rows):
-            found.append(rows + first)
-            for name, tensor in tensors.items():
-                values.setdefault(name, []).append(tensor[rows] if tensor.dim() else tensor)
-    if not found:
+    with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), "distembed-delta") as pool:
+        pieces = pool.map(partial(_changed_piece, weight, saved), range(0, weight.num_rows, _ROWS_AT_ONCE))
+        changed = [piece for piece in pieces if len(piece[0])]
+    if not changed:
         return None
-    rows = torch.cat(found)
-    changed = {name: torch.cat(each) if each[0].dim() else each[0] for name, each in values.items()}
-    return RowChange(file, None if len(rows) == weight.num_rows else rows, changed)
+    rows = torch.cat([rows for rows, _ in changed])
+    values = {name: [tensors[name] for _, tensors in changed] for name in changed[0][1]}
+    tensors = {name: torch.cat(each) if each[0].dim() else each[0] for name, each in values.items()}
+    return RowChange(file, None if len(rows) == weight.num_rows else rows, tensors)
+
+
+def _changed_piece(weight: _Weight, saved: SavedWeights, first: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns the changed rows among those from ``first`` on, and their tensors."""
+    tensors = weight.read(first, min(first + _ROWS_AT_ONCE, weight.num_rows))
+    is_changed = torch.zeros(min(_ROWS_AT_ONCE, weight.num_rows - first), dtype=torch.bool)
+    for name, tensor in tensors.items():
+        is_changed |= saved.differs(name, first, tensor, weight.num_rows)
+    rows = is_changed.nonzero().flatten()
+    return rows + first, {name: tensor[rows] if tensor.dim() else tensor for name, tensor in tensors.items()}
 
 
 class SavedWeights:

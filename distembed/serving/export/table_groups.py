@@ -169,13 +169,12 @@ class RowsOnDemand(nn.Module):
 
     def stored(self, first: int, stop: int) -> dict[str, Tensor]:
         """Returns the stored tensors, by name, of the rows from ``first`` to ``stop`` - 1."""
-        starts = [0, *self._stops.tolist()]
-        pieces = [
-            weight[max(first - start, 0) : max(stop - start, 0)]
-            for start, weight in zip(starts, self._weights, strict=False)
-        ]
-        filled = [piece for piece in pieces if len(piece)]
-        return dict(_store_weight(filled, self._precision).state_dict())
+        pieces, start = [], 0
+        for weight, weight_stop in zip(self._weights, self._stops.tolist(), strict=True):
+            if start < stop and first < weight_stop:
+                pieces.append(weight[max(first - start, 0) : stop - start])
+            start = weight_stop
+        return dict(_store_weight(pieces, self._precision).state_dict())
 
     def take(self, rows: Int64[Tensor, "*shape"]) -> Float[Tensor, "*shape columns"]:
         """Returns rows as a stored weight gives them, in float32."""
@@ -196,7 +195,7 @@ StoredWeight = FloatWeight | Int8Weight | RowsOnDemand
 
 
 def _store_weight(weights: Sequence[Float[Tensor, "rows columns"]], precision: Precision) -> FloatWeight | Int8Weight:
-    weight = torch.cat(list(weights))
+    weight = weights[0] if len(weights) == 1 else torch.cat(list(weights))  # one piece is not copied
     if precision == "int8":
         return Int8Weight(weight)
     return FloatWeight(weight, torch.float16 if precision == "fp16" else torch.float32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +26,7 @@ _MOST_DIFFERENCE = 1e-4
 """Largest difference of a score, relative for scores above 1, to the score on the exporting machine."""
 
 _Manifest = TypeVar("_Manifest")
+_adapter: Any = cache(TypeAdapter)  # an adapter takes longer to make than to use
 
 
 def read_manifest(folder: Path) -> ExportManifest:
@@ -112,7 +114,8 @@ def require_known_format(values: object, file: Path) -> None:
 def validated(kind: type[_Manifest], values: object, problem: str, remedy: str) -> _Manifest:
     """Returns a manifest read from JSON; a :class:`UserError` of the problem, field and remedy if it is none."""
     try:
-        return TypeAdapter(kind).validate_json(json.dumps(values))
+        found: _Manifest = _adapter(kind).validate_json(json.dumps(values))
+        return found
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
