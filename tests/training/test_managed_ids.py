@@ -1,12 +1,13 @@
 """Runs with managed ids: equal to a vocabulary and to a dictionary, killed, resumed and resharded."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -19,6 +20,7 @@ from distembed.partitions import QuotientRemainder
 from distembed.serving.convert.stock_checkpoint import StockCheckpoint
 from distembed.training.managed_ids import private_rows
 from tests.embedding.managed_dictionary import DictionaryPolicy, managed_config
+from tests.server.processes import serving
 from tests.small_runs import config_values, distembed, losses, metrics, stopped_at, write_dataset
 from tests.training.test_raw_ids import SCHEMA, write_rows
 
@@ -203,17 +205,38 @@ def test_settings_that_do_not_go_with_managed_ids_are_refused(settings: dict[str
 
 
 @pytest.mark.thorough
-def test_raw_values_are_mapped_alike_in_splits_rows_and_exports(tmp_path: Path) -> None:
+@pytest.mark.distributed
+def test_raw_values_are_mapped_alike_in_splits_rows_exports_and_servers(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.parquet")
     (tmp_path / "schema.yaml").write_text(yaml.safe_dump(SCHEMA))
     rows, schema, dataset = (tmp_path / name for name in ("rows.parquet", "schema.yaml", "dataset"))
     distembed("prepare", "table", rows, "--schema", schema, "--output", dataset)
     tables = {"user": {"ids": {"size": 30, "eviction": {"every": 9}}}, "pages": {"ids": {"size": 60}}}
-    config = write_config(tmp_path, dataset, tables)
-    distembed("train", config, "train.epochs=4", *SETTINGS[-1:], "--run-dir", tmp_path / "run")
+    config = write_config(tmp_path, dataset, tables, plugins=[])
+    more = ["train.epochs=4", "train.max_steps=76", "train.keep_checkpoints=99"]
+    distembed("train", config, *SETTINGS, *more, "--run-dir", tmp_path / "run")
     assert json.loads((tmp_path / "run" / "evaluation.json").read_text())["auc"] > 0.8  # 28 slots for 40 users
     distembed("predict", tmp_path / "run", "--output", tmp_path / "split.parquet")
     distembed("predict", tmp_path / "run", "--input", rows, "--output", tmp_path / "raw.parquet")
     split, raw = (pq.read_table(tmp_path / f"{name}.parquet")["prediction"].to_numpy() for name in ("split", "raw"))
     np.testing.assert_allclose(raw[-len(split) :], split, atol=1e-6)
     distembed("export", tmp_path / "run", "--output", tmp_path / "model")  # refused if its scores differ
+    given = pq.read_table(rows).drop_columns("click").to_pylist()
+    users = [row["user"] for row in given]
+    ids = ds.dataset(dataset / "train").to_table()["user"].to_pylist()
+    user_of_id = dict(zip(ids, users, strict=False))  # rows of the training split come first
+    early, late = (
+        {user_of_id[int(id)] for id in saved(tmp_path / "run", step)["model.model.embeddings.user__entries"][0, :28, 0]}
+        for step in (5, 76)
+    )
+    unknown, with_slot = 12345, min(late)
+    assert {2**63 - 1, -(2**63), -1, 0} < set(users) and early - late
+    with serving(tmp_path / "model", tmp_path / "server") as server:
+        status, answer = server.ask(given[-len(split) :])
+        assert status == 200 and answer["prediction"] == pytest.approx(split.tolist(), abs=1e-6)
+
+        def scores(users: Iterable[int | None]) -> list[float]:
+            return server.ask([{**given[0], "user": user} for user in users])[1]["prediction"]
+
+        missing, known, *others = scores([None, with_slot, unknown, 2**62, -2, *sorted({*users} - late)])
+    assert len(set(others)) == 1 and len({missing, known, others[0]}) == 3

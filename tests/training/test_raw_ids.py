@@ -32,6 +32,7 @@ TABLES = {
 def write_rows(path: Path) -> None:
     rng = np.random.default_rng(0)
     raw = rng.integers(-(2**63), 2**63 - 1, NUM_USERS)
+    raw[:4] = 2**63 - 1, -(2**63), -1, 0
     users = rng.integers(0, NUM_USERS, NUM_ROWS)
     click = rng.random(NUM_ROWS) < np.where(users % 2, 0.9, 0.1)
     pages = [rng.choice(raw, rng.integers(0, 4)).tolist() for _ in range(NUM_ROWS)]
