@@ -361,7 +361,8 @@ class _Backward:
         """Adds up the gradients of each row of a partition."""
         num_ids, num_keys = self.batch.num_ids, self.tables.num_keys[j]
         at_key, columns = num_keys <= num_ids, len(self.tables.formula.columns[j])
-        sums = torch.empty(min(num_keys, num_ids), columns, dtype=torch.float32, device=self.gradients.device)
+        make = torch.zeros if at_key else torch.empty
+        sums = make(min(num_keys, num_ids), columns, dtype=torch.float32, device=self.gradients.device)
         return _Sums(j, sums, at_key, self.reduce(j, _Target(sums, _WRITE_AT_KEY if at_key else _WRITE_AT_PLACE)))
 
     def reduce(self, j: int, target: _Target) -> _Sorted:
@@ -408,9 +409,9 @@ class _Backward:
 
     def update_by(self, sums: _Sums, target: _Target) -> None:
         """Updates the rows of a partition by sums that were made before."""
-        num_ids, settings = self.batch.num_ids, self._settings(sums.j, target)
+        num_ids, num_keys, settings = self.batch.num_ids, self.tables.num_keys[sums.j], self._settings(sums.j, target)
         lanes = num_lanes(settings["PADDED"])
-        triton_kernels().update_rows[(num_blocks(num_ids, lanes),)](
+        triton_kernels().update_rows[(num_blocks(num_keys if sums.at_key else num_ids, lanes),)](
             sums.sorted.keys,
             sums.sorted.order,
             self.batch.owners,
@@ -418,11 +419,13 @@ class _Backward:
             sums.numbers,
             target.numbers,
             num_ids,
+            num_keys,
             self.tables.num_features,
             *target.optimizer_arguments,
             NUM_PARTITIONS=len(self.batch.keys),
             AT_KEY=sums.at_key,
             LANES=lanes,
+            PADDED_FEATURES=power_of_two(self.tables.num_features),
             **settings,
         )
 

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from distembed.kernels.triton_kernels import (
+    FIRST_KEY,
     NO_KEY,
     SIZES,
     SLICES,
@@ -331,6 +332,19 @@ def join_runs(
             )
 
 
+@triton.jit
+def _features_of_keys(
+    keys, parts, num_features, J: tl.constexpr, NUM_PARTITIONS: tl.constexpr, PADDED_FEATURES: tl.constexpr
+):
+    """Returns a feature of each key's table: the last one whose rows begin at or before the key."""
+    features = tl.arange(0, PADDED_FEATURES)
+    is_feature = features < num_features
+    # the key of row 0 of a rank's part of a table is FIRST_KEY; features come in the order of their keys
+    first_keys = part_field(parts, tl.where(is_feature, features, 0), J, FIRST_KEY, NUM_PARTITIONS)
+    begin_before = (keys[:, None] >= first_keys[None, :]) & is_feature[None, :]
+    return tl.sum(begin_before.to(tl.int64), 1) - 1
+
+
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=SLICES)
 def update_rows(
     sorted_keys,
@@ -340,6 +354,7 @@ def update_rows(
     sums,
     target,
     num_ids,
+    num_keys,
     num_features,
     states,
     learning_rate,
@@ -357,41 +372,45 @@ def update_rows(
     ROUNDS_AT_RANDOM: tl.constexpr,
     CHUNK: tl.constexpr,
     LANES: tl.constexpr,
+    PADDED_FEATURES: tl.constexpr,
 ):
     """Updates each row of the batch by its sum, which ``sum_runs`` or ``join_runs`` wrote at its key or its place.
 
-    The place of a run is its last one in the chunk in which it begins, so that each run is found here exactly once.
+    ``AT_KEY``: a lane is a key, and sums of rows that do not occur are zeros. They are left alone, as an update by zero
+    would leave them. Else a lane is a place among sorted ids. The place of a run is its last one in the chunk in which
+    it begins, so that each run is found here exactly once.
     """
-    sorted_positions = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
-    firsts = sorted_positions // CHUNK * CHUNK
-    key = tl.load(sorted_keys + sorted_positions, mask=sorted_positions < num_ids, other=NO_KEY).to(tl.int64)
-    following = tl.load(sorted_keys + sorted_positions + 1, mask=sorted_positions + 1 < num_ids, other=NO_KEY).to(
-        tl.int64
+    lanes = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+    columns = tl.arange(0, PADDED)
+    is_column = (columns < NUM_COLUMNS)[None, :]
+    sum_addresses = sums + (lanes * NUM_COLUMNS)[:, None] + columns[None, :]
+    if AT_KEY:
+        key = lanes
+        gradients = tl.load(sum_addresses, mask=(lanes < num_keys)[:, None] & is_column, other=0.0)
+        are_runs = tl.max((gradients != 0).to(tl.int32), 1) != 0
+        features = _features_of_keys(key, parts, num_features, J, NUM_PARTITIONS, PADDED_FEATURES)
+    else:
+        firsts = lanes // CHUNK * CHUNK
+        key = tl.load(sorted_keys + lanes, mask=lanes < num_ids, other=NO_KEY).to(tl.int64)
+        following = tl.load(sorted_keys + lanes + 1, mask=lanes + 1 < num_ids, other=NO_KEY).to(tl.int64)
+        has_before = (firsts > 0) & (lanes < num_ids)
+        before = tl.load(sorted_keys + firsts - 1, mask=has_before, other=_NONE_BEFORE).to(tl.int64)
+        # the last place of a run within a chunk, or the last place of the chunk in which a longer run begins
+        are_runs = (key >= 0) & (key != before) & ((key != following) | (lanes == firsts + CHUNK - 1))
+        gradients = tl.load(sum_addresses, mask=are_runs[:, None] & is_column, other=0.0)
+        places, features, vectors = _owners(order, owners, lanes, are_runs, num_features, POOLS)
+    runs, update = (key, lanes, features), (parts, target, states, learning_rate, eps, seed)
+    _finish(
+        gradients,
+        are_runs,
+        runs,
+        update,
+        J,
+        NUM_PARTITIONS,
+        NUM_COLUMNS,
+        PADDED,
+        MULTIPLES,
+        STATE_MULTIPLE,
+        ACTION,
+        ROUNDS_AT_RANDOM,
     )
-    has_before = (firsts > 0) & (sorted_positions < num_ids)
-    before = tl.load(sorted_keys + firsts - 1, mask=has_before, other=_NONE_BEFORE).to(tl.int64)
-    # the last place of a run within a chunk, or the last place of the chunk in which a longer run begins
-    are_runs = (key >= 0) & (key != before) & ((key != following) | (sorted_positions == firsts + CHUNK - 1))
-    if tl.max(are_runs.to(tl.int32), 0) != 0:  # in most programs, where there are few rows, no run is found
-        _, features, _ = _owners(order, owners, sorted_positions, are_runs, num_features, POOLS)
-        columns = tl.arange(0, PADDED)
-        slots = sorted_positions
-        if AT_KEY:
-            slots = key
-        mask = are_runs[:, None] & (columns < NUM_COLUMNS)[None, :]
-        gradients = tl.load(sums + (slots * NUM_COLUMNS)[:, None] + columns[None, :], mask=mask, other=0.0)
-        runs, update = (key, sorted_positions, features), (parts, target, states, learning_rate, eps, seed)
-        _finish(
-            gradients,
-            are_runs,
-            runs,
-            update,
-            J,
-            NUM_PARTITIONS,
-            NUM_COLUMNS,
-            PADDED,
-            MULTIPLES,
-            STATE_MULTIPLE,
-            ACTION,
-            ROUNDS_AT_RANDOM,
-        )

@@ -1,7 +1,13 @@
 """Compiles the fused lookup's Triton kernels for an NVIDIA processor without one, and reads their machine code.
 
-``python -m gpu.machine_code`` (from ``tools/``) prints a table: registers, spilled bytes, instructions and the width of
-loads and stores of each kernel. Kernels are compiled through the lookup's own launches, so with its own arguments.
+``python -m gpu.machine_code`` (with ``tools`` on ``PYTHONPATH``) prints registers, spilled bytes, instructions and the
+width of loads and stores of each kernel, and a model of its time. Kernels are compiled through the lookup's own
+launches, so with its own arguments.
+
+The model counts the bytes that a kernel has to move between memory and processors, and the instructions that its warps
+issue. It knows neither latency nor how full the processors are: a card may be slower, never faster. The lookup is a
+product of two with one id in a bag. Each id has a row of its own in the large partition; rows of the small partition
+stay in the cache. Sorts are not counted.
 """
 
 import argparse
@@ -21,11 +27,15 @@ import torch
 
 from distembed.kernels import triton_lookup, triton_tables
 from distembed.kernels.tables import Formula, Storage, TablePart
-from distembed.kernels.triton_lookup import TritonLookup
+from distembed.kernels.triton_lookup import CHUNK, TritonLookup
 from distembed.kernels.triton_tables import TritonKernels
 from distembed.partitions.base import Digit
 
-NUM_FEATURES, NUM_BAGS, COLLISIONS, QUOTIENTS = 26, 64, 4, 100
+NUM_FEATURES, NUM_BAGS, COLLISIONS, QUOTIENTS = 26, 64, 4, 10_000
+BYTES_PER_US = 3.35e6
+"""Bandwidth of an H100 with HBM3."""
+INSTRUCTIONS_PER_US = 132 * 4 * 1755
+"""Warp instructions that the four schedulers of an H100's 132 processors issue at 1,755 MHz."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +61,7 @@ class Launch:
     spilled: int  # bytes of local memory of a thread
     shared: int  # bytes of a program
     instructions: int
+    longest_loop: int  # instructions
     loads: Counter[int]  # number of load instructions of global memory, by bits
     stores: Counter[int]
 
@@ -162,9 +173,52 @@ def _read(name: str, num_programs: int, compiled: Any) -> Launch:
         spilled=int(found[2]) + int(found[3]),
         shared=compiled.metadata.shared,
         instructions=len(operations),
+        longest_loop=_longest_loop(code),
         loads=_widths(operations, "LDG"),
         stores=_widths(operations, "STG"),
     )
+
+
+def _longest_loop(code: str) -> int:
+    """Returns the number of instructions between a label and the farthest branch back to it."""
+    place, labels, longest = 0, dict[str, int](), 0
+    for line in code.splitlines():
+        if label := re.match(r"(\.L\w+):", line):
+            labels[label[1]] = place
+        elif re.match(r"\s*/\*[0-9a-f]{4,}\*/\s", line):
+            place += 1
+            branch = re.search(r"\bBRA\b.*`\((\.L\w+)\)", line)
+            # a branch to itself fills the end of the code
+            if branch and place - labels.get(branch[1], place) > 1:
+                longest = max(longest, place - labels[branch[1]])
+    return longest
+
+
+def modelled_bytes(case: Case, num_ids: int) -> list[int]:
+    """Returns the bytes that each launch of a step moves, in the order of the launches; the model is the module's."""
+    row, vector, piece = case.num_columns * case.dtype.itemsize, case.num_columns * 4, case.num_columns * 4 / CHUNK
+    key, large_key, owner, place, offset = 1, 4, 4, 8, 8
+    walk = place + owner + vector  # an id's place among sorted ids, its owner and its gradient
+    bytes_of_id = [
+        8 + offset + key + large_key + owner,  # write_keys
+        offset + key + large_key + row + vector,  # compose
+        walk + key + large_key + row + 2 * piece,  # sum_runs of the small partition
+        key + piece,  # join_runs
+        walk + key + large_key + 2 * row + 2 * 4 * _states(case),  # sum_runs of the large partition, which updates rows
+        large_key / 4,  # join_runs
+        0,  # update_rows, of the small partition
+    ]
+    return [round(num_ids * each) for each in bytes_of_id]
+
+
+def modelled_instructions(launch: Launch, num_ids: int) -> int:
+    """Returns the instructions that warps issue for ``num_ids`` ids, one in a bag; the model is the module's."""
+    walked = CHUNK if launch.kernel == "sum_runs" else 1
+    of_warp = launch.instructions + (walked - 1) * launch.longest_loop
+    programs = launch.num_programs  # of update_rows, as many as the small partition's rows need
+    if launch.kernel != "update_rows":
+        programs = round(programs * num_ids / (NUM_FEATURES * NUM_BAGS))
+    return of_warp * launch.num_warps * programs
 
 
 def _widths(operations: Sequence[str], prefix: str) -> Counter[int]:
@@ -183,19 +237,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Prints a table in Markdown."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--capability", type=int, default=90, help="compute capability (90)")
+    parser.add_argument("--rows", type=int, default=8192, help="rows of a batch for the model (8192)")
     parser.add_argument("--columns", type=int, nargs="+", default=[16, 128])
     options = parser.parse_args(arguments)
-    print("| rows | kernel | registers | spilled | instructions | loads: 128 bits / all | stores: 128 bits / all |")
-    print("|---|---|---|---|---|---|---|")
+    print(
+        "| rows | kernel | registers | spilled | instructions | loads: 128 bits / all | stores: 128 bits / all "
+        "| us: bytes | us: instructions | share of bandwidth |\n|---|---|---|---|---|---|---|---|---|---|"
+    )
+    num_ids = NUM_FEATURES * options.rows
     for dtype in (torch.float32, torch.float16):
         for columns in options.columns:
-            for launch in launches(Case(num_columns=columns, dtype=dtype), options.capability):
+            case, totals = Case(num_columns=columns, dtype=dtype), [0.0, 0.0]
+            found = launches(case, options.capability)
+            for launch, num_bytes in zip(found, modelled_bytes(case, num_ids), strict=True):
+                moving = num_bytes / BYTES_PER_US
+                issuing = modelled_instructions(launch, num_ids) / INSTRUCTIONS_PER_US
+                totals = [totals[0] + moving, totals[1] + max(moving, issuing)]
                 print(
                     f"| {columns} x {str(dtype).removeprefix('torch.')} | {launch.kernel} | {launch.registers} "
                     f"| {launch.spilled} | {launch.instructions} | {launch.loads[128]} / {launch.loads.total()} "
-                    f"| {launch.stores[128]} / {launch.stores.total()} |",
+                    f"| {launch.stores[128]} / {launch.stores.total()} | {moving:.0f} | {issuing:.0f} "
+                    f"| {moving / max(moving, issuing):.0%} |",
                     flush=True,
                 )
+            print(f"| | together | | | | | | {totals[0]:.0f} | {totals[1]:.0f} | {totals[0] / totals[1]:.0%} |")
 
 
 if __name__ == "__main__":
