@@ -1,6 +1,9 @@
 """Runs with managed ids: equal to a vocabulary and to a dictionary, killed, resumed and resharded."""
 
 import json
+import os
+import signal
+import subprocess
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,7 @@ from distembed.serving.convert.stock_checkpoint import StockCheckpoint
 from distembed.training.managed_ids import private_rows
 from tests.embedding.managed_dictionary import DictionaryPolicy, managed_config
 from tests.server.processes import serving
-from tests.small_runs import config_values, distembed, losses, metrics, stopped_at, write_dataset
+from tests.small_runs import command, config_values, distembed, losses, metrics, stopped_at, write_dataset
 from tests.training.test_raw_ids import SCHEMA, write_rows
 
 C3: dict[str, Any] = {"size": 102, "admission": {"min_count": 2, "candidates": 400}}
@@ -130,6 +133,19 @@ def test_resharded_and_resumed_runs_equal_undisturbed_ones(
         assert_equal(run, tmp_path / "whole", "__entries")
         assert counts(run) == counts(folder / "1")
         assert_equal(run, tmp_path / "whole", tolerance=0.0 if others == ranks else ROUNDING)
+
+
+@pytest.mark.thorough
+def test_a_run_killed_after_an_eviction_resumes_as_if_it_had_not_been(folder: Path, tmp_path: Path) -> None:
+    plugins = "managed_ids_plugin.py", "killed_plugin.py"
+    config = write_config(tmp_path, folder / "data", TABLES, plugins)
+    arguments = command("train", config, *SETTINGS, "--run-dir", tmp_path / "run")
+    killed = subprocess.run(arguments, env=os.environ | {"KILLED_AFTER_STEP": "28"})
+    assert killed.returncode == -signal.SIGKILL
+    assert len(metrics(tmp_path / "run", "train")) == 28
+    distembed("train", config, *SETTINGS, "--resume", "--run-dir", tmp_path / "run")
+    assert_equal(tmp_path / "run", folder / "1")
+    assert losses(tmp_path / "run") == losses(folder / "1") and counts(tmp_path / "run") == counts(folder / "1")
 
 
 def test_with_room_for_all_ids_managed_ids_equal_a_vocabulary(folder: Path, tmp_path: Path) -> None:
