@@ -1,6 +1,7 @@
 """Deltas: an export with its deltas is the whole export, to the bit; gaps and damaged files are refused."""
 
 import json
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from distembed.serving.model_folder.deltas import (
 from distembed.serving.model_folder.manifest import Precision
 from distembed.serving.model_folder.programs import load_program, load_programs
 from distembed.serving.model_folder.reading import read_manifest, read_sample, require_sample
-from distembed.serving.model_folder.versions import read_version
+from distembed.serving.model_folder.versions import numbering_versions, read_version
 from distembed.training.config import load_config
 from distembed.training.trained_run import find_trained_run
 from tests.exporting.test_programs import click_model, schema, scored, tables
@@ -123,6 +124,10 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> Path:
         command("export", run, "--output", folder / "models" / name, "--delta-since", folder / "models" / since)
     exported(run, folder / "models" / "d", server_bytes=2000, materialise="never")
     return folder
+
+
+def hidden(folder: Path) -> list[str]:
+    return [file.name for file in folder.glob(".*")]
 
 
 def train(folder: Path, steps: int) -> None:
@@ -230,6 +235,27 @@ def scores_of_ids(program: Any, manifest: Any, feature: str, ids: list[int]) -> 
         return program(values.flatten(), torch.ones_like(values), *numbers).tolist()
 
 
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_the_number_of_a_damaged_or_removed_version_is_not_given_again(
+    is_removed: bool, versions: Path, tmp_path: Path
+) -> None:
+    run, models = find_trained_run(versions / "run", None), tmp_path / "models"
+    for each in "abc":
+        shutil.copytree(versions / "models" / each, models / each)
+    with numbering_versions(models) as highest:
+        assert highest == 3
+    (models / "c" / "delta.json").write_text("{")
+    if is_removed:
+        shutil.rmtree(models / "c")
+    with numbering_versions(models) as highest:
+        assert highest == 3
+    with pytest.raises(UserError, match="b, version 2, and version 3 of .* was removed or cannot be read"):
+        export_delta(run, models / "d", models)
+    (models / ".highest-version").write_text("three")
+    with pytest.raises(UserError, match="highest-version, which has the highest number of a version, cannot be read"):
+        export_delta(run, models / "d", models)
+
+
 def test_a_delta_of_what_it_cannot_follow_is_refused(versions: Path, tmp_path: Path) -> None:
     run, models = find_trained_run(versions / "run", None), versions / "models"
     for name, text in (
@@ -238,7 +264,7 @@ def test_a_delta_of_what_it_cannot_follow_is_refused(versions: Path, tmp_path: P
     ):
         with pytest.raises(UserError, match=text):
             export_delta(run, models / "g", models / name)
-        assert not (models / "g").exists() and not list(models.glob(".*"))
+        assert not (models / "g").exists() and hidden(models) == [".highest-version"]
     alone = tmp_path / "alone" / "c"
     alone.mkdir(parents=True)
     for file in (models / "c").iterdir():
@@ -329,4 +355,4 @@ def test_of_two_exporters_at_once_one_writes_the_delta(versions: Path) -> None:
         thread.join()
     (late,) = [name for name, outcome in outcomes.items() if outcome != 5]
     assert "is version 5 already: give --delta-since" in str(outcomes[late])
-    assert not (models / late).exists() and not list(models.glob(".*"))
+    assert not (models / late).exists() and hidden(models) == [".highest-version"]

@@ -134,6 +134,17 @@ def test_damaged_versions_are_refused_and_tried_again(
     assert followed.take() == 2 and scores(followed.model) == expected[2]
 
 
+def test_a_folder_that_cannot_be_looked_into_has_a_line(made: Path, tmp_path: Path) -> None:
+    followed = Followed(made, tmp_path)
+    (tmp_path / "2-delta").mkdir()
+    (tmp_path / "2-delta" / "delta.json").symlink_to("delta.json")  # leads to itself
+    assert [followed.take(), followed.take()] == [1, 1] and len(followed.said) == 1
+    assert list(followed.follower.refused) == ["2-delta"]
+    shutil.rmtree(tmp_path / "2-delta")
+    copy(made, tmp_path, "2-delta")
+    assert followed.take() == 2 and followed.follower.refused == {}
+
+
 def test_an_export_of_another_model_is_refused(made: Path, tmp_path: Path) -> None:
     followed = Followed(made, tmp_path)
     copy(made, tmp_path, "4-whole")
@@ -240,6 +251,7 @@ def test_each_answer_is_of_the_version_that_it_names(
         async with app.router.lifespan_context(app):
             await asyncio.wait_for(asyncio.gather(publish(), *(client() for _ in range(4))), 120)
             health = (await ask(app, target="GET /healthz")).json()
+            assert health == (await ask(app, target="GET /health")).json()
             assert (health["version"]["sequence"], health["version"]["step"], health["refused"]) == (5, 15, {})
             metrics = (await ask(app, target="GET /metrics")).body.decode()
             assert "distembed_version 5.0" in metrics and "distembed_taken_deltas 3.0" in metrics

@@ -81,11 +81,11 @@ def export_delta(run: TrainedRun, output: Path, since: Path) -> ExportedDelta:
     """
     parent = output.resolve().parent
     with (
-        numbering_versions(parent),
+        numbering_versions(parent) as highest,
         staged_folder(output, overwrite=False, kind="delta", marker=DELTA_NAME) as folder,
     ):
         chain = version_chain(find_version(since))
-        _require_newest(chain[-1], parent)
+        _require_newest(chain[-1], parent, highest)
         exported, manifest = chain[0].folder, read_manifest(chain[0].folder)
         _require_same_programs(run, exported, manifest)
         trained = load_whole_model(in_float32(run), torch.device("cpu"), maps_weights=True)
@@ -121,14 +121,20 @@ def export_delta(run: TrainedRun, output: Path, since: Path) -> ExportedDelta:
     return ExportedDelta(described, num_bytes, sum((exported / file).stat().st_size for file in modules))
 
 
-def _require_newest(base: Version, parent: Path) -> None:
-    """Refuses a base after which there is a version already: servers would not know which one to take."""
+def _require_newest(base: Version, parent: Path, highest: int) -> None:
+    """Refuses a base after which there is, or was, a version: servers would not know which one to take."""
+    if highest <= base.sequence:
+        return
     newest = newest_version(parent)
-    if newest is not None and newest.sequence > base.sequence:
+    if newest is not None and newest.sequence == highest:
         raise UserError(
             f"--delta-since is {base.folder}, version {base.sequence}, and {newest.folder} is version "
             f"{newest.sequence} already: give --delta-since {newest.folder}, or export the run whole."
         )
+    raise UserError(
+        f"--delta-since is {base.folder}, version {base.sequence}, and version {highest} of {parent} was removed or "
+        f"cannot be read, though servers may have it: copy it there again, or {_WHOLE}."
+    )
 
 
 def _require_same_programs(run: TrainedRun, exported: Path, manifest: ExportManifest) -> None:

@@ -64,7 +64,7 @@ from distembed.serving.model_folder.manifest import (
     Precision,
 )
 from distembed.serving.model_folder.programs import Program, load_programs
-from distembed.serving.model_folder.versions import newest_version, numbering_versions
+from distembed.serving.model_folder.versions import numbering_versions
 from distembed.serving.whole_model import WholeModel, load_whole_model
 from distembed.tasks import NextItemConfig, RankingConfig, RetrievalConfig
 from distembed.training.config import Config
@@ -216,10 +216,8 @@ def export_run(run: TrainedRun, output: Path, options: ExportOptions, data: str 
             compiled = dataclasses.replace(compiled, largest_difference=parity.largest_difference)
             manifest = dataclasses.replace(manifest, compiled=compiled)
         parent = output.resolve().parent
-        numbering.enter_context(numbering_versions(parent))  # until the folder is in its place
-        newest = newest_version(parent)
-        sequence = 1 if newest is None else newest.sequence + 1
-        manifest = dataclasses.replace(manifest, checksums=_checksums(folder), sequence=sequence)
+        highest = numbering.enter_context(numbering_versions(parent))  # until the folder is in its place
+        manifest = dataclasses.replace(manifest, checksums=_checksums(folder), sequence=highest + 1)
         write_json(folder / MANIFEST_NAME, manifest.to_json())
     return manifest
 

@@ -9,7 +9,8 @@
 
 The identity of a version is the SHA-256 of its JSON file. That file has the checksums of all other files and, in a
 delta, the identity of the version before it, so that an identity stands for every number of a version. The names of the
-folders do not matter.
+folders do not matter. A folder with deltas has a hidden file of the highest sequence, so that the sequence of a version
+that was removed or damaged is not given again.
 
 Trade-off: a delta is small and depends on every earlier delta since the last whole export.
 """
@@ -19,15 +20,19 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from distembed.base.errors import UserError
+from distembed.base.files import write_text
 from distembed.serving.model_folder.deltas import DELTA_NAME, read_delta_manifest
 from distembed.serving.model_folder.manifest import MANIFEST_NAME
 from distembed.serving.model_folder.reading import read_manifest
+
+_HIGHEST_NAME = ".highest-version"
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,15 @@ def find_version(folder: Path) -> Path:
 
 
 def _is_version(folder: Path) -> bool:
-    return any(os.path.isfile(folder / name) for name in (DELTA_NAME, MANIFEST_NAME))
+    for name in (DELTA_NAME, MANIFEST_NAME):
+        try:
+            if stat.S_ISREG(os.stat(folder / name).st_mode):
+                return True
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError:  # a version may be there, and reading it says why it cannot be read
+            return True
+    return False
 
 
 def _identity(file: Path) -> str:
@@ -113,11 +126,11 @@ def version_chain(folder: Path) -> list[Version]:
 
 
 @contextmanager
-def numbering_versions(parent: Path) -> Iterator[None]:
+def numbering_versions(parent: Path) -> Iterator[int]:
     """Lets one process at a time number a version in ``parent`` and put it there; other processes wait.
 
-    The lock is on the folder itself. File systems without locks leave it to the user. A :class:`UserError` names a
-    folder that cannot be made or read.
+    Yields the highest sequence that a version there has or had; 0 without one. The lock is on the folder itself. File
+    systems without locks leave it to the user. A :class:`UserError` names a folder that cannot be made or read.
     """
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -127,9 +140,26 @@ def numbering_versions(parent: Path) -> Iterator[None]:
     try:
         with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
+        yield _highest_sequence(parent)
+        with suppress(OSError):  # the version is in its place
+            if (parent / _HIGHEST_NAME).exists() or any(each.base is not None for each in readable_versions(parent)):
+                write_text(parent / _HIGHEST_NAME, f"{_highest_sequence(parent)}\n")
     finally:
         os.close(descriptor)
+
+
+def _highest_sequence(parent: Path) -> int:
+    newest, kept = newest_version(parent), 0
+    try:
+        kept = int((parent / _HIGHEST_NAME).read_text())
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{parent / _HIGHEST_NAME}, which has the highest number of a version, cannot be read: {error}; write the "
+            "number into it."
+        ) from error
+    return max(kept, 0 if newest is None else newest.sequence)
 
 
 def newest_version(parent: Path) -> Version | None:

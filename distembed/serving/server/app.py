@@ -104,6 +104,7 @@ def make_app(model: ServedModel, settings: ServerSettings, follower: VersionFoll
         metrics.requests.labels(str(response.status_code)).inc()
         return response
 
+    @app.get("/health")
     @app.get("/healthz")
     async def healthz() -> dict[str, Any]:
         served = model.version

@@ -204,7 +204,7 @@ class VersionFollower:
         for folder in folders:
             stamp = _stamp(folder)
             is_due = time.monotonic() >= self._retry_at.get(folder, math.inf)
-            is_changed = self._known.get(folder, ((), None))[0] != stamp
+            is_changed = self._known.get(folder, (None, None))[0] != stamp
             if not is_due and not is_changed:
                 continue
             if is_changed:
@@ -269,7 +269,7 @@ def _does_not_follow(version: Version, served: Version) -> str:
     reason = f"the versions {missing[0]} to {missing[-1]} come first" if missing else "it changes another version"
     return (
         f"it changes {version.sequence - 1}-{str(version.base)[:12]}, and {served} is served: {reason}. Copy "
-        "what is missing, or export the run whole."
+        "the missing versions into the folder, or export the run whole."
     )
 
 
@@ -281,5 +281,5 @@ def _stamp(folder: Path) -> Stamp:
     try:
         files = sorted(file for file in folder.rglob("*") if file.is_file())
         return tuple((file.name, stat.st_size, stat.st_ctime_ns) for file in files for stat in (file.stat(),))
-    except OSError:  # a file was removed meanwhile
+    except OSError:  # a file was removed meanwhile, or may not be looked at; reading the version says so
         return ()
