@@ -26,6 +26,7 @@ from tests.embedding.managed_dictionary import DictionaryPolicy, managed_config
 from tests.server.processes import serving
 from tests.small_runs import command, config_values, distembed, losses, metrics, stopped_at, write_dataset
 from tests.training.test_raw_ids import SCHEMA, write_rows
+from tests.training.test_runs import start_ranks, wait_for_steps
 
 C3: dict[str, Any] = {"size": 102, "admission": {"min_count": 2, "candidates": 400}}
 TABLES = {
@@ -56,8 +57,8 @@ def saved(run: Path, step: int = 40) -> dict[str, torch.Tensor]:
     return {name: tensors[name] for name in tensors if name.startswith(("model.", "optimizer."))}
 
 
-def assert_equal(run: Path, other: Path, only: str = "", tolerance: float = 0.0) -> None:
-    first, second = saved(run), saved(other)
+def assert_equal(run: Path, other: Path, only: str = "", tolerance: float = 0.0, step: int = 40) -> None:
+    first, second = saved(run, step), saved(other, step)
     names = [name for name in first if only in name]
     assert names and first.keys() == second.keys()
     for name in names:
@@ -146,6 +147,27 @@ def test_a_run_killed_after_an_eviction_resumes_as_if_it_had_not_been(folder: Pa
     distembed("train", config, *SETTINGS, "--resume", "--run-dir", tmp_path / "run")
     assert_equal(tmp_path / "run", folder / "1")
     assert losses(tmp_path / "run") == losses(folder / "1") and counts(tmp_path / "run") == counts(folder / "1")
+
+
+@pytest.mark.thorough
+@pytest.mark.distributed
+def test_an_interruption_trains_the_batches_whose_ids_were_admitted(folder: Path, tmp_path: Path) -> None:
+    config, settings = (
+        folder / "config.yaml",
+        [*SETTINGS, "train.epochs=40", "train.max_steps=400", "train.checkpoint_every=1000"],
+    )
+    distembed("train", config, *settings, "--run-dir", tmp_path / "whole", ranks=2)
+    run = tmp_path / "run"
+    processes = start_ranks(2, config, run, *settings)
+    wait_for_steps(run, processes[0], 20)
+    for process in processes:
+        os.kill(process.pid, signal.SIGINT)  # type: ignore[arg-type]
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [75, 75] and len(losses(run)) < 400
+    distembed("train", config, *settings, "--resume", "--run-dir", run, ranks=2)
+    assert_equal(run, tmp_path / "whole", step=400)
+    assert losses(run) == losses(tmp_path / "whole") and counts(run) == counts(tmp_path / "whole")
 
 
 def test_with_room_for_all_ids_managed_ids_equal_a_vocabulary(folder: Path, tmp_path: Path) -> None:
