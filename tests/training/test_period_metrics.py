@@ -20,7 +20,7 @@ from distembed.data.table.schema import TableSchema
 from distembed.tasks import ClickTask
 from distembed.training.metrics_window import MetricsWindow
 from distembed.training.period_metrics import PeriodMetrics, sums_by_period, with_all_periods
-from tests.small_runs import call, config_values, distembed, metrics
+from tests.small_runs import call, config_values, distembed, metrics, stopped_at
 from tests.training.stream_runs import SCHEMA, Row, draw_rows, write_file, write_files
 
 DAY, START, NUM_DAYS = 86_400, 1_767_225_600, 5
@@ -108,15 +108,20 @@ def test_a_split_is_evaluated_by_day(config: Path, rows: list[Row], tmp_path: Pa
         call("evaluate", *arguments, "--by", "week")
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.distributed)])
-def test_a_run_that_ends_and_goes_on_has_the_lines_of_an_undisturbed_one(
-    config: Path, rows: list[Row], tmp_path: Path, ranks: int
+@pytest.mark.distributed
+@pytest.mark.parametrize("before, now", [(1, 1), (2, 2), (1, 2)])
+def test_a_killed_run_has_the_lines_of_an_undisturbed_one(
+    config: Path, rows: list[Row], tmp_path: Path, before: int, now: int
 ) -> None:
     source = write_files(tmp_path / "rows", rows, 3)
-    for run, most in (("whole", ()), ("parts", ("--max-rows", 256)), ("parts", ("--resume",))):
-        distembed("train", config, "--follow", source, *IDLE, *most, "--run-dir", tmp_path / run, ranks=ranks)
-    whole, parts = by_day(tmp_path / "whole"), by_day(tmp_path / "parts")
-    assert parts == whole
+    follow = ("train", config, "--follow", source, *IDLE, "train.checkpoint_every=2", "train.keep_checkpoints=99")
+    distembed(*follow, "--run-dir", tmp_path / "whole", ranks=before)
+    # the fourth step is between two lines, of steps 3 and 6
+    distembed(*follow, "--resume", "--run-dir", stopped_at(4, tmp_path / "whole", tmp_path / "killed"), ranks=now)
+    whole, killed = by_day(tmp_path / "whole"), by_day(tmp_path / "killed")
+    assert killed.keys() == whole.keys()
+    for day, line in killed.items():
+        assert line == (whole[day] if before == now else pytest.approx(whole[day], rel=1e-3))
     # each row is scored once: days together are the whole stream
     last = metrics(tmp_path / "whole", "train")[-1]
     counts = [line["rows"] for line in whole.values()]
