@@ -52,6 +52,7 @@ from distembed.composition import COMPOSITIONS, Composition, PathMLP
 from distembed.embedding.batches import with_ids
 from distembed.embedding.ids import IdMapper
 from distembed.embedding.settings import LookupKernel
+from distembed.kernels.tables import num_states
 from distembed.partitions import ChineseRemainder, MixedRadix, MultiHash, Naive, Partition, QuotientRemainder, Remainder
 from distembed.planning import Workload, make_plan
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
@@ -60,7 +61,7 @@ BASELINE = "TorchRec, hashed"
 CPU = torch.device("cpu")
 
 ROW_WISE = "row_wise_adagrad"
-OPTIMIZERS = {ROW_WISE: RowWiseAdagrad, "adagrad": torch.optim.Adagrad}
+OPTIMIZERS = {ROW_WISE: RowWiseAdagrad, "adagrad": torch.optim.Adagrad, "sgd": torch.optim.SGD}
 
 Step = Callable[[KeyedJaggedTensor, Tensor], None]
 """Takes a batch and the gradient of the output."""
@@ -210,7 +211,7 @@ def bytes_moved(contender: Contender, batch: Tensor, batch_size: int, optimizer:
     moved = ids.numel() * 8 + 2 * batch_size * len(NAMES) * contender.width * 4
     for j, dim in enumerate(contender.dims):
         distinct = sum(len(contender.partition.rows(table_ids)[j].unique()) for table_ids in ids)
-        moved += ids.numel() * dim * 4 + distinct * 2 * (dim + (1 if optimizer == ROW_WISE else dim)) * 4
+        moved += ids.numel() * dim * 4 + distinct * 2 * (dim + num_states(optimizer, dim)) * 4
     return moved
 
 
