@@ -23,6 +23,7 @@ from distembed.kernels.rows import (
     read,
     row_of,
     rows_are_half,
+    rule_of,
 )
 from distembed.kernels.simd import (
     lanes_of,
@@ -113,8 +114,9 @@ def _find_rows(job: Any, feature: Any, start: Any, stop: Any, rows: Any) -> Any:
         row_bytes = field(partition, layout.ROW_BYTES)
         base = field(partition, layout.WEIGHT_ADDRESS) + field(table_part, layout.WEIGHT_START)
         row_address, last_row = rows + 8 * layout.BLOCK_IDS * j, field(table_part, layout.NUM_ROWS) - 1
+        rule = rule_of(table_part)
         for position in range(start, stop):
-            row = row_of(read_long(ids + 8 * position), table_part)
+            row = row_of(read_long(ids + 8 * position), rule)
             outside |= is_outside(row, last_row)
             address = base + row * row_bytes
             write(row_address, address)

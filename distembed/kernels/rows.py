@@ -75,29 +75,40 @@ def mixed(number: Any) -> Any:
 
 
 @inline
-def _hashed(raw_id: Any, table_part: Any) -> Any:
-    """Returns the 63 bits of which ``KeyedHash`` takes the remainder, for a modulus of at most 2^31."""
-    before = np.uint64(field(table_part, layout.KEY_BEFORE))
-    state = mixed(mixed(np.uint64(raw_id) ^ before) + np.uint64(field(table_part, layout.KEY_AFTER)))
-    if np.int64(state >> _ONE) > field(table_part, layout.LAST_HASH):
-        state = mixed(state)
-    return np.int64(state >> _ONE)
+def rule_of(table_part: Any) -> Any:
+    """Returns the numbers by which :func:`row_of` maps ids; a loop reads them once, before it writes to memory."""
+    return (
+        field(table_part, layout.LAST_HASH),
+        field(table_part, layout.KEY_BEFORE),
+        field(table_part, layout.KEY_AFTER),
+        field(table_part, layout.DIVISOR),
+        field(table_part, layout.DIVISOR_RECIPROCAL),
+        field(table_part, layout.MODULUS),
+        field(table_part, layout.MODULUS_RECIPROCAL),
+        field(table_part, layout.LAST_ROW),
+        field(table_part, layout.FIRST_ROW),
+    )
 
 
 @inline
-def row_of(raw_id: Any, table_part: Any) -> Any:
+def row_of(raw_id: Any, rule: Any) -> Any:
     """Returns an id's place among a part's rows on this rank, or outside: its row less the first row.
 
     The row is ``min((id // divisor) % modulus, last row)``. Where the part has a hash, its hash takes the id's place.
     """
-    row, modulus = raw_id, field(table_part, layout.MODULUS)
-    if field(table_part, layout.LAST_HASH) != 0:
-        row = _hashed(row, table_part)
-    if field(table_part, layout.DIVISOR) != 1:
-        row = _divide(row, field(table_part, layout.DIVISOR), field(table_part, layout.DIVISOR_RECIPROCAL))
+    last_hash, before, after, divisor, divisor_reciprocal, modulus, modulus_reciprocal, last_row, first_row = rule
+    row = raw_id
+    if last_hash != 0:
+        # the 63 bits of which ``KeyedHash`` takes the remainder, for a modulus of at most 2^31
+        state = mixed(mixed(np.uint64(raw_id) ^ np.uint64(before)) + np.uint64(after))
+        if np.int64(state >> _ONE) > last_hash:
+            state = mixed(state)
+        row = np.int64(state >> _ONE)
+    if divisor != 1:
+        row = _divide(row, divisor, divisor_reciprocal)
     if modulus != 0:
-        row -= _divide(row, modulus, field(table_part, layout.MODULUS_RECIPROCAL)) * modulus
-    return min(row, field(table_part, layout.LAST_ROW)) - field(table_part, layout.FIRST_ROW)
+        row -= _divide(row, modulus, modulus_reciprocal) * modulus
+    return min(row, last_row) - first_row
 
 
 @inline

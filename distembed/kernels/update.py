@@ -37,6 +37,7 @@ from distembed.kernels.rows import (
     read,
     row_of,
     rows_are_half,
+    rule_of,
 )
 from distembed.kernels.simd import (
     lanes_of,
@@ -212,9 +213,9 @@ def _write_targets(job: Any, feature: Any, sums: Any, start: Any, stop: Any, tar
         first_address = field(partition, layout.WEIGHT_ADDRESS) + field(part, layout.WEIGHT_START)
         target = targets + 8 * _TARGET_FIELDS * j
         sum_fields, outside = target + 8 * _TARGET_SUM, 0
-        last_row = field(part, layout.NUM_ROWS) - 1
+        last_row, rule = field(part, layout.NUM_ROWS) - 1, rule_of(part)
         for index in range(num_ids):
-            row = row_of(read_long(ids + 8 * index), part)
+            row = row_of(read_long(ids + 8 * index), rule)
             outside |= is_outside(row, last_row)
             write(target + 8 * _TARGET_ROW + stride * index, first_address + row * row_bytes)
             write(sum_fields + stride * index, row)
