@@ -4,7 +4,7 @@ A step's sums are a task's :meth:`~distembed.tasks.base.Task.training_sums`, of 
 
     rows of the step      1st  1st  2nd  1st  2nd        sums of rows 0 1 3 for the 1st, of rows 2 4 for the 2nd
 
-They are added up with those of all rows, under names of their own, and rank 0 keeps the totals. The line of a period is
+They are added up beside the sums of all rows, under other names, and rank 0 keeps the totals. The line of a period is
 recorded when a row of a new period comes, and again, with all rows, where later rows came for it. At most 32 periods
 are kept: the one without rows for the longest time is closed, and later rows of it are left out.
 """
@@ -74,7 +74,7 @@ class PeriodMetrics:
         self._closed: set[int] = set()
 
     def add(self, task: Task, num_rows: Mapping[int, int], sums: dict[str, Any]) -> list[dict[str, Any]]:
-        """Adds a window of steps: its rows by period, and sums, from which those of periods are removed.
+        """Adds a window of steps: its rows by period, and sums, which lose the sums of periods.
 
         Returns:
             The lines that are due.

@@ -54,8 +54,8 @@ class AgeWeights:
     ) -> AgeWeights:
         """Reads the times of all rows of a split, and the rows' own weights.
 
-        Raises a UserError where the dataset has no times, and for a row group that cannot be read unless such row
-        groups are skipped.
+        Raises a UserError where the dataset has no times, and for a row group that cannot be read, unless it is
+        to be skipped.
         """
         folder = dataset_folder(dataset_dir)
         manifest = Manifest.load(folder)
