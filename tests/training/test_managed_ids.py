@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 
+from distembed.data.dataset.schema import CategoricalFeature
 from distembed.data.reader import BatchOrder, BatchReader
 from distembed.embedding import CompositionalEmbeddingConfig, managed_sizes
 from distembed.embedding.settings import ManagedConfig
@@ -25,6 +26,7 @@ from distembed.training.managed_ids import private_rows
 from tests.embedding.managed_dictionary import DictionaryPolicy, managed_config
 from tests.server.processes import serving
 from tests.small_runs import command, config_values, distembed, losses, metrics, stopped_at, write_dataset
+from tests.training.test_click_models import with_history
 from tests.training.test_raw_ids import SCHEMA, write_rows
 from tests.training.test_runs import start_ranks, wait_for_steps
 
@@ -147,6 +149,26 @@ def test_a_run_killed_after_an_eviction_resumes_as_if_it_had_not_been(folder: Pa
     distembed("train", config, *SETTINGS, "--resume", "--run-dir", tmp_path / "run")
     assert_equal(tmp_path / "run", folder / "1")
     assert losses(tmp_path / "run") == losses(folder / "1") and counts(tmp_path / "run") == counts(folder / "1")
+
+
+@pytest.mark.thorough
+@pytest.mark.distributed
+@pytest.mark.parametrize("more", ["", ", history: mean"])
+def test_histories_and_items_have_slots_in_common(tmp_path: Path, more: str) -> None:
+    history: dict[str, Any] = {"more": [CategoricalFeature("H", 400, True, 2.0, table="C2")], "dense_sequences": ("G",)}
+    data = write_dataset(tmp_path / "data", change=with_history, beside=("H",), missing_dense=True, **history)
+    config = write_config(tmp_path, data, {"C2": {"ids": {"size": 90, "eviction": {"policy": "lru", "every": 5}}}})
+    arguments = [config, f"model={{name: din, attention: [8], deep: [16]{more}}}", *SETTINGS]
+    distembed("train", *arguments, "--run-dir", tmp_path / "1")
+    distembed("train", *arguments, "--run-dir", tmp_path / "2", ranks=2)
+    assert_equal(tmp_path / "2", tmp_path / "1", "__entries")
+    assert_equal(tmp_path / "2", tmp_path / "1", tolerance=ROUNDING)
+    assert counts(tmp_path / "2") == counts(tmp_path / "1")
+    assert counts(tmp_path / "1")[-1][1]["C2"] > 50
+    run = stopped_at(25, tmp_path / "2", tmp_path / "resumed")
+    distembed("train", *arguments, "--resume", "--run-dir", run, ranks=2)
+    assert_equal(run, tmp_path / "2")
+    distembed("export", run, "--output", tmp_path / "model")  # refused if its scores differ
 
 
 @pytest.mark.thorough
