@@ -139,8 +139,9 @@ def check_managed(rank: int, world_size: int, path: Path) -> None:
         sum(table.one_copy.weights for table in planned.tables) + identities,
         without + int(total),
     )
-    on_gpus = assess_capacity(config, Cluster(find_device("h100-80gb"), 1, world_size))
+    on_gpus = assess_capacity(config, Cluster(find_device("h100-80gb"), 1, world_size, host_memory_bytes=2**30))
     assert on_gpus.ranks[rank].memory["managed_ids"] == found - training
+    assert on_gpus.ranks[rank].host_capacity_bytes == 2**30 // world_size - training
 
 
 @pytest.mark.thorough
