@@ -9,11 +9,12 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from distembed.base.ranks import Collectives
 from distembed.embedding import managed_sizes
 from distembed.embedding.managed import ManagedIds
 from distembed.embedding.managed_sizes import ManagedSizes
 from distembed.sharding.managed_ids import ShardedManagedFeatures
-from tests.embedding.managed_dictionary import DictionaryPolicy, managed_config
+from tests.embedding.managed_dictionary import DictionaryPolicy, managed_config, skewed_stream
 from tests.ranks import run_cases
 
 NUM_ROWS, NUM_STEPS = 22, 40
@@ -88,3 +89,32 @@ def check(rank: int, world_size: int, stream: str, policy: str, min_count: int) 
 def test_tables_of_one_size_and_of_two_columns_are_dictionaries(world_size: int) -> None:
     streams = [(stream, "distance_lfu", 1) for stream in STREAMS]
     run_cases(world_size, check, [*streams, ("skewed", "lfu", 2), ("new", "lru", 1), ("extremes", "lru", 3)])
+
+
+def check_long(rank: int, world_size: int, policy: str) -> None:
+    managed_sizes._SLOTS_PER_BUCKET = 20  # so that there are 64 buckets
+    config = managed_config(5_000, policy, min_count=2, every=10)
+    managed, expected = ManagedIds(ManagedSizes("t", config)), DictionaryPolicy(config)
+    managed.place(rank, world_size)
+    assert dist.group.WORLD is not None
+    give_slots, ranks = ShardedManagedFeatures({"a": managed}, dist.group.WORLD), Collectives()
+    hits = expected_hits = 0
+    for step, batch in enumerate(np.split(skewed_stream(1_000_000, 10**5), 100), start=1):
+        own = torch.from_numpy(np.array_split(batch, world_size)[rank])
+        slots = give_slots(KeyedJaggedTensor(["a"], own, lengths=torch.ones(len(own), dtype=torch.int32)), True)
+        found = torch.cat(ranks.gather(slots.values())).tolist()
+        hits += sum(ranks.gather(managed.take_counts(step)[0]))
+        evicted = sorted(torch.cat(ranks.gather(managed.evict() if step % 10 == 0 else own[:0])).tolist())
+        if rank == 0:
+            assert found == expected.batch(batch.tolist())
+            expected_hits += sum(slot > 1 for slot in found)
+            assert evicted == (sorted(expected.evict()) if step % 10 == 0 else [])
+    num_evicted = sum(ranks.gather(managed.num_evicted))
+    assert rank > 0 or (hits, num_evicted) == (expected_hits, expected.evicted) and num_evicted > 1_000
+
+
+@pytest.mark.thorough
+@pytest.mark.distributed
+@pytest.mark.parametrize("world_size, policy", [(1, "lfu"), (2, "lru"), (4, "distance_lfu")])
+def test_a_million_skewed_ids_have_the_slots_of_a_dictionary(world_size: int, policy: str) -> None:
+    run_cases(world_size, check_long, [(policy,)])
