@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from distembed.checkpoints.store import (
     checkpoint_name,
     checkpoint_names,
     open_file_system,
+    read_last_file,
     storage_errors,
 )
 
@@ -71,6 +73,10 @@ class Checkpoints:
         """Returns the path or URL of the newest whole checkpoint, equal on all ranks; None where there is none."""
         names = self._names()
         return self._store.checkpoint_path(names[-1]) if names else None
+
+    def kept_progress(self) -> list[dict[str, Any]]:
+        """Returns the progress values of each whole checkpoint, oldest first; any one rank may call it."""
+        return [read_last_file(self._store.checkpoint_path(name))["progress"] for name in self._store.names()]
 
     def path_of_step(self, step: int) -> str:
         """Returns the path or URL of the checkpoint after ``step`` steps, whether it is there or not."""

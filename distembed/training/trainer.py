@@ -180,7 +180,8 @@ class Trainer:
         ):
             self._say_start()
             if isinstance(self._reader, StreamReader):
-                self._reader.say = self._progress.say
+                self._reader.say, kept = self._progress.say, self._checkpoints.kept_progress
+                self._reader.kept_states = lambda: [progress["reader"] for progress in kept()]
             state = self._state
             self._checkpoints.require_room(
                 state.model, state.optimizers.combined, state.averages.values, self._progress.say

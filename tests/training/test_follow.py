@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import threading
@@ -18,7 +19,7 @@ from confluent_kafka import Producer
 
 from distembed.base.errors import RunError, TemporaryFailure, UserError
 from distembed.data.dataset.config import StreamConfig
-from distembed.data.stream import kafka
+from distembed.data.stream import folder, journal, kafka
 from distembed.data.stream.folder import FolderSource
 from distembed.data.stream.journal import Journal
 from distembed.data.table.schema import TableSchema
@@ -322,7 +323,7 @@ def test_a_partition_that_is_added_is_read_from_its_beginning(tmp_path: Path) ->
     create(3)  # the mock broker has no other way to add a partition
     (piece,) = source.new_pieces()
     assert piece == {"topic": "clicks", "partition": 2, "start": 0, "stop": 10}
-    blocks = [block for block in source.blocks(piece) if block is not None]
+    blocks = [found[1] for found in source.blocks(piece) if found is not None]
     assert sum(block.num_rows for block in blocks) == 10
     source.close()
 
@@ -359,6 +360,77 @@ def test_a_journal_drops_the_line_that_a_killed_process_has_not_finished(tmp_pat
     assert [piece["file"] for piece in Journal(tmp_path).pieces] == ["a", "b", "d"]
 
 
+@pytest.mark.parametrize("suffix", [".parquet", ".csv", ".jsonl"])
+def test_a_resumed_run_begins_with_the_part_that_its_checkpoint_is_in(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    monkeypatch.setattr(folder, "_PART_BYTES", 1000)
+    rows = [*({**row, "day": "no day"} for row in draw_rows(3)), *draw_rows(600)]  # three malformed ones in part 1
+    rows = [{**row, "day": str(row["day"])} for row in rows]
+    source, run = write_files(tmp_path / "rows", rows, 1, suffix), tmp_path / "run"
+    follow(config, source, tmp_path / "whole")
+    follow(config, source, run, "--max-rows", "384")
+    path = source / f"part-0{suffix}"
+    content = bytearray(path.read_bytes())
+    head = content.index(b"\n") + 1 if suffix != ".parquet" else 4
+    size = int(0.3 * len(content))
+    content[head : head + size] = b"?" * size  # which nobody reads again
+    path.write_bytes(content)
+    follow(config, source, run, "--resume")
+    require_equal(run, tmp_path / "whole")
+    last, whole = metrics(run, "train")[-1], metrics(tmp_path / "whole", "train")[-1]
+    assert last["samples"] == whole["samples"] == 600
+    assert last["rejected_rows"] == whole["rejected_rows"] == 3
+
+
+def test_a_journal_drops_what_no_checkpoint_needs(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "_FEW", 7)
+    monkeypatch.setattr(kafka, "_MOST_MESSAGES", 20)
+    broker, rows, run = MockBroker(), draw_rows(1200), tmp_path / "run"
+    broker.create("clicks", 3)
+    for partition, (start, stop) in enumerate(((0, 700), (700, 1100), (1100, 1200))):
+        send(broker.producer, "clicks", rows[start:stop], partition)
+    source = f"kafka://{broker.address}/clicks"
+    follow(config, source, tmp_path / "whole", "--max-rows", "640", "train.checkpoint_every=0")
+    assert len(Journal(tmp_path / "whole").summary) == 0  # without a checkpoint all pieces are needed
+    follow(config, source, tmp_path / "whole", "--resume")
+    follow(config, source, run, "--max-rows", "640")
+    left = Journal(run)
+    assert left.first > 0 and {piece["partition"] for piece in left.summary} == {0, 1, 2}
+    newest = max((run / "checkpoints").iterdir())
+    shutil.rmtree(newest)  # the one before it needs its pieces too
+    follow(config, source, run, "--resume")
+    require_equal(run, tmp_path / "whole")
+    assert metrics(run, "train")[-1]["samples"] == len(rows)
+    for checkpoint in (run / "checkpoints").iterdir():
+        shutil.rmtree(checkpoint)
+    with pytest.raises(UserError, match=r"stream.jsonl lists the pieces \d+ to \d+ .* is in piece 1; put back"):
+        follow(config, source, run, "--resume")
+
+
+def test_a_journal_keeps_the_names_of_files_and_the_last_offsets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "_FEW", 7)
+    rng, pieces, kept = random.Random(0), list[dict[str, int]](), Journal(tmp_path)
+
+    def last_of_each(known: Sequence[Any]) -> Sequence[Any]:
+        return list({piece["partition"]: piece for piece in known}.values())
+
+    for _ in range(100):
+        new = [{"partition": rng.randrange(3), "stop": len(pieces) + number} for number in range(rng.randrange(4))]
+        kept.add(new)
+        pieces += new
+        if kept.is_long:
+            kept.drop_before(rng.randrange(kept.first, kept.stop + 1), rng.choice([last_of_each, list]))
+        kept = Journal(tmp_path) if rng.random() < 0.2 else kept
+        assert kept.stop == len(pieces) and kept.pieces == pieces[kept.first :]
+        assert sorted(map(repr, kept.summary)) == sorted(map(repr, last_of_each(pieces[: kept.first])))
+    assert kept.first > 20
+
+
 def test_a_read_error_that_may_pass_keeps_the_file_for_a_resumed_run(config: Path, tmp_path: Path) -> None:
     source, run = write_files(tmp_path / "rows", draw_rows(200), 2), tmp_path / "run"
     (source / "part-2.jsonl").symlink_to("/proc/self/mem")  # a regular file, whose reading is an input/output error
@@ -381,7 +453,7 @@ def test_a_resumed_run_needs_its_journal_and_its_topic(config: Path, tmp_path: P
         with pytest.raises(UserError, match="has read the topic 'clicks', and data.stream.source names 'views'"):
             follow(config, f"kafka://{address}/views", run, "--max-rows", "128", "--resume")
         (run / "stream.jsonl").unlink()
-        with pytest.raises(UserError, match=r"stream.jsonl lists 0 pieces .* is in piece 1; put the file back"):
+        with pytest.raises(UserError, match=r"stream.jsonl lists the pieces 1 to 0 .* is in piece 1; put back the run"):
             follow(config, f"kafka://{address}/clicks", run, "--max-rows", "128", "--resume")
 
 

@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from distembed.base.errors import TemporaryFailure, UserError
+from distembed.data.prepare.ingest import InputPart
 from distembed.data.prepare.table.inputs import find_inputs, is_table, natural_order
 from distembed.data.prepare.table.source import TableSource
 from distembed.data.remote import find_remote, is_url, list_remote
@@ -26,7 +27,7 @@ from distembed.data.table.schema import TableSchema
 _SETTLED_SECONDS = 1.0
 _FOOTER_SECONDS = 60.0
 _FOOTER = b"PAR1"
-_WHOLE = 1 << 62
+_PART_BYTES = 32 << 20
 _BLOCK_BYTES = 4 << 20
 
 
@@ -69,15 +70,20 @@ class FolderSource:
             self._last = self._last if is_late else name
         return pieces
 
-    def blocks(self, piece: Piece) -> Iterator[ParsedBlock]:
+    def summary(self, pieces: Sequence[Piece]) -> Sequence[Piece]:
+        return pieces  # the name alone says whether a file has been read
+
+    def blocks(self, piece: Piece, part: int = 0) -> Iterator[tuple[int, ParsedBlock]]:
         place = self.describe(piece)
         num_bytes = find_remote(place).num_bytes if is_url(place) else _num_bytes(place)
         if num_bytes not in (piece["bytes"], None):
             raise UserError(f"{place} has changed since it was found: {piece['bytes']} bytes then, {num_bytes} now.")
         source = TableSource(find_inputs([place]), self._schema)
-        for part in source.parts(_WHOLE):
-            for raw in source.open(part, _BLOCK_BYTES).raw_blocks():
-                yield source.parse(raw)
+        # a part is named by its first byte, or row group: equal places whatever the size of parts is
+        starts = [part, *(later.start for later in source.parts(_PART_BYTES) if later.start > part)]
+        for start, stop in zip(starts, [*starts[1:], None], strict=True):
+            for raw in source.open(InputPart(0, start, stop), _BLOCK_BYTES).raw_blocks():
+                yield start, source.parse(raw)
 
     def describe(self, piece: Piece) -> str:
         return f"{self._folder}/{piece['file']}"

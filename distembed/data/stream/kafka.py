@@ -125,7 +125,10 @@ class KafkaSource:
         self._next |= {piece["partition"]: piece["stop"] for piece in pieces}
         return pieces
 
-    def blocks(self, piece: Piece) -> Iterator[ParsedBlock | None]:
+    def summary(self, pieces: Sequence[Piece]) -> Sequence[Piece]:
+        return list({piece["partition"]: piece for piece in pieces}.values())
+
+    def blocks(self, piece: Piece, part: int = 0) -> Iterator[tuple[int, ParsedBlock] | None]:
         partition, offset, stop = piece["partition"], piece["start"], piece["stop"]
         if self._at != (partition, offset):
             self._consumer.assign([confluent_kafka.TopicPartition(self._topic, partition, offset)])
@@ -147,7 +150,7 @@ class KafkaSource:
             if not values:
                 yield None
             else:
-                yield self._parser.parse(JsonBlock(b"\n".join(values) + b"\n", self._parser.parser.columns))
+                yield 0, self._parser.parse(JsonBlock(b"\n".join(values) + b"\n", self._parser.parser.columns))
         self._at = (partition, offset) if offset == stop else None
 
     def describe(self, piece: Piece) -> str:

@@ -50,6 +50,10 @@ class StreamReader:
         batch_size: Rows of a step on all ranks.
         run: The run's folder, which keeps the order of the stream's pieces.
 
+    Attributes:
+        say: Prints a line.
+        kept_states: Returns the :meth:`state_dict` of each checkpoint that is kept; rank 0 calls it in its thread.
+
     Raises:
         UserError: The dataset's rows are of no known schema, or the source cannot be read.
         TemporaryFailure: The source does not answer.
@@ -74,6 +78,7 @@ class StreamReader:
         self.is_ended = False
         self.failure: RunError | UserError | None = None
         self.say: Callable[[str], None] = lambda text: None
+        self.kept_states: Callable[[], list[Mapping[str, Any]]] = list
         self._positions = deque([Position()], _MOST_IN_FLIGHT)
         self._assembler = BatchAssembler(self.schema)
         self._prefetcher: Prefetcher[Step] | None = None
@@ -145,15 +150,23 @@ class StreamReader:
         try:
             encoder = RowEncoder(self._folder, self._manifest, TableParser(self._raw_schema).layout)
             start, journal = self._positions[-1], Journal(self._run)
-            if start.rows and start.piece >= len(journal.pieces):
+            if (start.rows and start.piece >= journal.stop) or start.piece < journal.first:
                 raise UserError(
-                    f"--resume: {self._run / JOURNAL} lists {len(journal.pieces)} pieces of the stream, and the "
-                    f"checkpoint is in piece {start.piece + 1}; put the file back, or start a new run."
+                    f"--resume: {self._run / JOURNAL} lists the pieces {journal.first + 1} to {journal.stop} of the "
+                    f"stream, and the checkpoint is in piece {start.piece + 1}; put back the run's file and its "
+                    "checkpoints, or start a new run."
                 )
-            rows = StreamRows(source, journal, encoder, self._config, self._batch_size, start)
-            yield from rows.steps()
+            config, size = self._config, self._batch_size
+            yield from StreamRows(source, journal, encoder, config, size, start, self._oldest_piece).steps()
         finally:
             source.close()
+
+    def _oldest_piece(self) -> int:
+        """Returns the number of the first piece that a kept checkpoint needs; 0 where that cannot be found out now."""
+        try:
+            return min((state["stream"]["piece"] for state in self.kept_states()), default=0)
+        except Exception:  # file systems raise errors of their own kinds; a checkpoint may just be removed
+            return 0
 
 
 def stream_schema(manifest: Manifest) -> TableSchema:

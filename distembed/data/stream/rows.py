@@ -15,7 +15,7 @@ import dataclasses
 import errno
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,14 +41,18 @@ class Position:
 
     Attributes:
         piece: Number, in the journal, of the piece of the last row.
-        row: Number of well-formed rows of that piece that are used.
+        part: Number of that row's part of the piece, as the source counts parts.
+        line: Number of rows of the piece before that part, malformed ones included.
+        row: Number of well-formed rows of the part that are used.
         rows: Number of rows that are used of the whole stream.
-        before: Counts of the pieces before it.
+        before: Counts of all that is before the part.
         counts: Counts of all pieces read for the rows until here: ``rejected_rows``, ``late_rows`` and
             ``bad_files``.
     """
 
     piece: int = 0
+    part: int = 0
+    line: int = 0
     row: int = 0
     rows: int = 0
     before: dict[str, int] = field(default_factory=dict)
@@ -97,6 +101,7 @@ class StreamRows:
         config: The stream's section of the config.
         batch_size: Rows of a step.
         start: The position to begin at.
+        oldest_piece: Returns the number of the first piece that a checkpoint may still need.
     """
 
     def __init__(
@@ -107,9 +112,11 @@ class StreamRows:
         config: StreamConfig,
         batch_size: int,
         start: Position,
+        oldest_piece: Callable[[], int] = lambda: 0,
     ) -> None:
         self._source, self._journal, self._encoder, self._config = source, journal, encoder, config
         self._batch_size, self._start, self._num_used = batch_size, start, start.rows
+        self._oldest_piece = oldest_piece
         self._waiting = deque[_Waiting]()
         self._num_waiting = 0
         self._notes: list[str] = []
@@ -122,22 +129,24 @@ class StreamRows:
             UserError: No row came at all, or too many are malformed.
             TemporaryFailure: The source does not answer, or the system cannot read a file.
         """
-        self._source.restore(self._journal.pieces)
+        self._source.restore([*self._journal.summary, *self._journal.pieces])
         counts = Counter(self._start.before)
         for number, piece in self._numbered_pieces():
             if piece is None:
                 yield Step(notes=self._taken_notes())
                 continue
-            before, num_rows = dict(counts), 0
-            to_skip = self._start.row if number == self._start.piece else 0
-            for block in self._blocks(piece, counts):
-                if block is None:
+            start = self._start if number == self._start.piece else Position(number)
+            to_skip, part, num_rows = start.row, start, 0
+            for found in self._blocks(piece, dataclasses.replace(start, row=0, before=dict(counts)), counts):
+                if found is None:
                     yield Step(notes=self._taken_notes())
                     continue
-                rows = self._encoder.encode(block)
+                if found[0] is not part:
+                    part, num_rows = found[0], 0
+                block, rows = found[1], self._encoder.encode(found[1])
                 if (kind := self._config.metrics_by) is not None:
                     rows = dataclasses.replace(rows, periods=self._encoder.times(block) // SECONDS[kind])
-                position = Position(number, num_rows, 0, before, dict(counts))
+                position = dataclasses.replace(part, row=num_rows, counts=dict(counts))
                 num_rows += block.num_rows
                 used, to_skip = min(to_skip, block.num_rows), max(0, to_skip - block.num_rows)
                 if used < block.num_rows:
@@ -170,12 +179,14 @@ class StreamRows:
         """Yields pieces with their numbers, None where there is none now; ends after ``until_idle`` seconds."""
         number, idle_since = self._start.piece, float("inf")
         while True:
-            while number < len(self._journal.pieces):
-                yield number, self._journal.pieces[number]
+            while number < self._journal.stop:
+                yield number, self._journal.piece(number)
                 number += 1
                 idle_since = float("inf")
             if new := self._source.new_pieces():
                 self._journal.add(new)
+                if self._journal.is_long:
+                    self._journal.drop_before(self._oldest_piece(), self._source.summary)
                 continue
             now = time.monotonic()
             idle_since = now if self._source.is_pending else min(idle_since, now)
@@ -186,17 +197,22 @@ class StreamRows:
                 time.sleep(min(left, _TICK_SECONDS))
                 yield number, None
 
-    def _blocks(self, piece: Piece, counts: Counter[str]) -> Iterator[ParsedBlock | None]:
-        """Yields the parsed rows of a piece, None where they are slow to come, and counts.
+    def _blocks(
+        self, piece: Piece, start: Position, counts: Counter[str]
+    ) -> Iterator[tuple[Position, ParsedBlock] | None]:
+        """Yields the parsed rows of a piece from a part on, None where they are slow to come, and counts.
 
-        A file that cannot be read ends where it cannot.
+        Blocks come with the beginning of their part. A file that cannot be read ends where it cannot.
         """
-        place, num_lines = self._source.describe(piece), 0
+        place, num_lines, part = self._source.describe(piece), start.line, start
         try:
-            for block in self._source.blocks(piece):
-                if block is None:
+            for found in self._source.blocks(piece, start.part):
+                if found is None:
                     yield None
                     continue
+                number, block = found
+                if number != part.part:
+                    part = Position(start.piece, number, num_lines, before=dict(counts))
                 counts["rejected_rows"] += len(block.rejected)
                 if piece.get("late"):
                     counts["late_rows"] += block.num_lines
@@ -206,7 +222,7 @@ class StreamRows:
                         self._notes.append(f"malformed: {place}, row {num_lines + row.line}, {row.reason}: {text!r}")
                     self._num_examples += 1
                 num_lines += block.num_lines
-                yield block
+                yield part, block
         except UserError as error:
             cause = error.__cause__
             if isinstance(cause, OSError) and cause.errno not in _ERRORS_OF_FILES:

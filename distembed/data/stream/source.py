@@ -39,8 +39,13 @@ class StreamSource(Protocol):
             UserError: The source cannot be read.
         """
 
-    def blocks(self, piece: Piece) -> Iterator[ParsedBlock | None]:
+    def summary(self, pieces: Sequence[Piece]) -> Sequence[Piece]:
+        """Returns pieces, few where that is possible, of which :meth:`restore` learns as much as of all these."""
+
+    def blocks(self, piece: Piece, part: int = 0) -> Iterator[tuple[int, ParsedBlock] | None]:
         """Yields the rows of a piece, equal whenever they are read; None after a second in which none came.
+
+        Each block has the number of its part of the piece: another call may begin at a part, to read no earlier rows.
 
         Raises:
             TemporaryFailure: The source does not answer.
