@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from distembed.base.ranks import Ranks
+from distembed.base.ranks import Collectives, Ranks
 from distembed.checkpoints.checkpoint import ResumedRun
 from distembed.data.dataset.periods import StepPeriods
 from distembed.data.reader import BatchReader
@@ -77,12 +78,21 @@ class TrainingLog:
         return self._window.loss is not None
 
     def begin(self, progress: TrainingProgress, resumed: ResumedRun | None) -> None:
-        """Starts the time of the first line, or goes on with that of a checkpoint; ``progress`` shows the lines."""
+        """Starts the time of the first line, or goes on with that of a checkpoint; ``progress`` shows the lines.
+
+        All ranks call it.
+        """
         self.progress = progress
         self._window = MetricsWindow()
         if resumed is not None:
             values, tensors = resumed.values["window"], resumed.tensors
-            self._window = MetricsWindow.restored(values, tensors, self._ranks.world_size, self._ranks.device)
+            world_size, device = self._ranks.world_size, self._ranks.device
+            self._window = MetricsWindow.restored(values, tensors, world_size, device)
+            if values["world_size"] < world_size:  # a rank that takes over no part of the window has zeros
+                parts = self._window.tensors()
+                zeros = Collectives().on_first(lambda: {name: [torch.zeros_like(parts[name]).cpu()] for name in parts})
+                if not self.has_steps:
+                    self._window = MetricsWindow.restored(values, zeros, world_size, device)
             self._cumulative = CumulativeSums.restored(tensors)
             if self._periods is not None and self._ranks.is_first:
                 self._periods.restore(resumed.values["periods"], tensors)

@@ -130,6 +130,27 @@ def test_a_killed_run_has_the_lines_of_an_undisturbed_one(
     assert last["cumulative_logloss"] == pytest.approx(mean, rel=1e-9)
 
 
+@pytest.mark.distributed
+def test_a_window_is_recorded_on_more_ranks_without_a_further_step(
+    config: Path, rows: list[Row], tmp_path: Path
+) -> None:
+    source, journal = write_files(tmp_path / "rows", rows[:256], 1), tmp_path / "killed" / "stream.jsonl"
+    write_file(source / "part-1.parquet", rows[256:])
+    follow = ("train", config, "--follow", source, *IDLE, "train.checkpoint_every=2", "train.keep_checkpoints=99")
+    distembed(*follow, "--run-dir", tmp_path / "whole")
+    stopped_at(4, tmp_path / "whole", tmp_path / "killed")
+    # the stream has ended with the fourth step, after the line of the third
+    (source / "part-1.parquet").unlink()
+    journal.write_text(journal.read_text().splitlines(keepends=True)[0])
+    distembed(*follow, "--resume", "--run-dir", tmp_path / "killed", ranks=2)
+    lines = metrics(tmp_path / "killed", "train")
+    assert [(line["step"], line["samples"]) for line in lines] == [(3, 192), (4, 256)]
+    losses = [line["loss"] * rows for line, rows in zip(lines, (192, 64), strict=True)]
+    assert lines[-1]["cumulative_loss"] == pytest.approx(sum(losses) / 256, rel=1e-6)
+    days = by_day(tmp_path / "killed").values()
+    assert sum(day["rows"] * day["logloss"] for day in days) == pytest.approx(sum(losses), rel=1e-5)
+
+
 def fed(steps: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]], log_every: int) -> dict[str, dict[str, Any]]:
     """Returns the last line of each day, given the logits, labels and days of each step's rows."""
     task, totals, window = ClickTask(), PeriodMetrics("day"), MetricsWindow()
