@@ -7,7 +7,7 @@
 
 Identities of managed ids are a weight too: i.rows has the slots, and i.0 their new ids (identities.py).
 Neither file can hold code. Rows are exchanged in the loaded weights in place: the memory of a table is the largest part
-of a server, and a second copy of it would double the server.
+of a server, and a second copy of it would double the server. Sorted identities are replaced, which takes no time.
 """
 
 from __future__ import annotations
@@ -164,6 +164,9 @@ def exchange(changes: Sequence[RowChange], weights: Weights) -> None:
 def _swap(change: RowChange, name: str, weight: Tensor) -> None:
     values = change.values[name]
     rows = slice(None) if change.rows is None else change.rows
+    if name.endswith((SORTED_IDS, SORTED_SLOTS)):  # all of them change, and no other weight has their memory
+        weight.data, values.data = values.data, weight.data
+        return
     with torch.no_grad():
         before = weight[rows].clone() if weight.dim() else weight.clone()
         if weight.dim():
@@ -177,4 +180,5 @@ def loaded_weights(program: Program, manifest: ExportManifest) -> Weights:
     """Returns the tensors of the programs that :func:`load_programs` loaded, which :func:`exchange` may change."""
     files = [manifest.network.file, *(shard.file for shard in manifest.shards)]
     programs = [program.network, *program.shards] if isinstance(program, ShardedProgram) else [program]
-    return {file: each.state_dict() for file, each in zip(files, programs, strict=True) if isinstance(each, nn.Module)}
+    modules = {file: each for file, each in zip(files, programs, strict=True) if isinstance(each, nn.Module)}
+    return {file: module.state_dict(keep_vars=True) for file, module in modules.items()}  # the programs' own tensors
