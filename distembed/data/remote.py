@@ -127,7 +127,7 @@ def list_remote(url: str, may_be_empty: bool = False) -> list[RemoteFile]:
     the place ``may_be_empty``, or missing.
     """
     files, path = _fresh_file_system(url)
-    if may_be_empty and not files.exists(path):
+    if may_be_empty and _is_missing(url, files, path):
         return []
     if "*" in path or "[" in path:
         entries, nothing = files.glob(path, detail=True).values(), "matches no file"
@@ -140,6 +140,16 @@ def list_remote(url: str, may_be_empty: bool = False) -> list[RemoteFile]:
     if not remote_files and not may_be_empty:
         raise UserError(f"{url} {nothing}; name what is there.")
     return remote_files
+
+
+def _is_missing(url: str, files: Any, path: str) -> bool:
+    try:
+        files.info(path)
+    except FileNotFoundError as error:  # ``exists`` is false after any error
+        if isinstance(_cause(url, error), FileNotFoundError):
+            return True
+        raise
+    return False
 
 
 @_retried("be listed")

@@ -5,7 +5,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,9 @@ def serve(_: int, folder: Path, share: float, seed: int) -> None:
     from werkzeug.serving import make_server
 
     s3_backends[DEFAULT_ACCOUNT_ID]["aws"].create_bucket(BUCKET, "us-east-1")
-    application = Failing(DomainDispatcherApplication(create_backend_app), share, random.Random(seed))
+    application = Failing(
+        DomainDispatcherApplication(create_backend_app), share, random.Random(seed), folder / "refused"
+    )
     server = make_server("127.0.0.1", 0, application, threaded=True)
     (folder / ".port").write_text(str(server.port))
     (folder / ".port").rename(folder / "port")
@@ -70,15 +72,27 @@ def serve(_: int, folder: Path, share: float, seed: int) -> None:
 
 
 class Failing:
-    """A WSGI application that answers some requests by 500 in place of another, before or after that has done them."""
+    """A WSGI application that answers some requests by 500 in place of another, before or after that has done them.
 
-    def __init__(self, application: Callable[..., Iterable[bytes]], share: float, draw: random.Random) -> None:
+    Requests for paths that begin as the file ``refused`` says, if it is there, are answered by the status in it:
+    ``403 /bucket/rows/part-1``.
+    """
+
+    def __init__(
+        self, application: Callable[..., Iterable[bytes]], share: float, draw: random.Random, refused: Path
+    ) -> None:
         self._application = application
+        self._refused = refused
         self._share = share
         self._draw = draw
         self._lock = threading.Lock()
 
     def __call__(self, environment: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        with suppress(FileNotFoundError):
+            status, start = self._refused.read_text().split()
+            if environment["PATH_INFO"].startswith(start):
+                start_response(f"{status} Refused", [("Content-Type", "application/xml"), ("Connection", "close")])
+                return []
         with self._lock:
             fails, is_done = self._draw.random() < self._share, self._draw.random() < 0.5
         if not fails:

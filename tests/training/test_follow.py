@@ -18,13 +18,16 @@ import pytest
 from confluent_kafka import Producer
 
 from distembed.base.errors import RunError, TemporaryFailure, UserError
+from distembed.data import remote
 from distembed.data.dataset.config import StreamConfig
 from distembed.data.stream import folder, journal, kafka
+from distembed.data.stream import source as source_module
 from distembed.data.stream.folder import FolderSource
 from distembed.data.stream.journal import Journal
 from distembed.data.table.schema import TableSchema
 from tests.processes import start_processes
 from tests.ranks import free_port
+from tests.robustness.s3_server import reached_s3
 from tests.small_runs import call, distembed, metrics, run_command
 from tests.small_runs import write_dataset as write_dataset_without_raw_rows
 from tests.training.stream_runs import (
@@ -102,6 +105,45 @@ def test_messages_of_a_topic_are_rows_too(config: Path, ordered: list[Row], trai
         follow(config, f"kafka://{address}/clicks", tmp_path / "run")
     require_equal(tmp_path / "run", trained)
     assert metrics(tmp_path / "run", "train")[-1]["rejected_rows"] == 3
+
+
+@pytest.mark.thorough
+def test_objects_of_a_store_are_rows_too(config: Path, ordered: list[Row], trained: Path, tmp_path: Path) -> None:
+    run, names = tmp_path / "run", [f"part-{number}.parquet" for number in range(4)]
+    files, bounds = tmp_path / "files", (0, 448, 896, 1280, len(ordered))  # the first two are 14 steps
+    files.mkdir()
+    for name, start, stop in zip(names, bounds, bounds[1:], strict=False):
+        write_file(files / name, ordered[start:stop])
+    refused = tmp_path / "refused"
+    with reached_s3(tmp_path, share=0.02) as bucket:
+        remote.upload(files / names[0], f"{bucket}/rows/{names[0]}")
+        remote.upload(config, f"{bucket}/rows/notes.md")
+        (process,) = start_run(1, config, f"{bucket}/rows", run, "--until-idle", "3", "data.stream.poll_seconds=0.2")
+        wait_for_steps(run, [process], 2)
+        refused.write_text("503 /")  # the store is down for a while
+        time.sleep(4)
+        refused.unlink()
+        remote.upload(files / names[1], f"{bucket}/rows/{names[1]}")
+        process.join()
+        assert process.exitcode == 0, (tmp_path / "errors").read_text()
+        assert metrics(run, "train")[-1]["samples"] == 896
+        for name in names[2:]:
+            remote.upload(files / name, f"{bucket}/rows/{name}")
+        for start, error in (
+            ("/bucket", "cannot be listed.*Forbidden"),
+            (f"/bucket/rows/{names[2]}", "cannot be read"),
+        ):
+            refused.write_text(f"403 {start}")
+            with pytest.raises((UserError, RunError), match=error):
+                follow(config, f"{bucket}/rows", run, "--resume")
+        refused.unlink()
+        follow(config, f"{bucket}/rows", run, "--resume")
+        require_equal(run, trained)
+        assert "bad_files" not in metrics(run, "train")[-1]
+        refused.write_text(f"404 /bucket/rows/{names[1]}")  # gone since it was listed
+        said = follow(config, f"{bucket}/rows", tmp_path / "without")
+        assert f"{names[1]} is left out" in said
+        assert metrics(tmp_path / "without", "train")[-1]["bad_files"] == 1
 
 
 def test_malformed_and_late_rows_are_counted_and_the_rest_is_trained(config: Path, tmp_path: Path) -> None:
@@ -201,6 +243,7 @@ def test_sigterm_saves_while_a_broker_sends_nothing(config: Path, tmp_path: Path
     assert metrics(run, "train")[-1]["samples"] == 400
 
 
+@pytest.mark.thorough
 def test_a_broker_that_dies_and_comes_back_costs_no_row(config: Path, tmp_path: Path) -> None:
     broker, rows = MockBroker(), draw_rows(1000)
     source = f"kafka://{broker.address}/clicks"
@@ -219,15 +262,16 @@ def test_a_broker_that_dies_and_comes_back_costs_no_row(config: Path, tmp_path: 
     assert metrics(tmp_path / "run", "train")[-1]["samples"] == len(rows)
 
 
+@pytest.mark.thorough
 def test_a_broker_that_stays_silent_ends_a_run_after_a_checkpoint(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broker = MockBroker()
     send(broker.producer, "clicks", draw_rows(400))
     source = f"kafka://{broker.address}/clicks"
-    monkeypatch.setattr(kafka, "_GONE_SECONDS", 5.0)
+    monkeypatch.setattr(source_module, "GONE_SECONDS", 5.0)
     threading.Timer(4.0, broker.set_down, [True]).start()
-    with pytest.raises(TemporaryFailure, match=rf"{broker.address} \(topic 'clicks'\) have not answered .*--resume"):
+    with pytest.raises(TemporaryFailure, match=rf"{broker.address}, topic 'clicks': no answer for 5 s .*--resume"):
         call("train", config, "--follow", source, "train.checkpoint_every=0", "--run-dir", tmp_path / "run")
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000006-interrupted"]
     broker.set_down(False)
@@ -383,6 +427,7 @@ def test_a_resumed_run_begins_with_the_part_that_its_checkpoint_is_in(
     assert last["rejected_rows"] == whole["rejected_rows"] == 3
 
 
+@pytest.mark.thorough
 def test_a_journal_drops_what_no_checkpoint_needs(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -462,6 +507,8 @@ def test_errors_say_what_to_do(config: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="is no folder; make it first"):
         follow(config, tmp_path / "missing", run)
+    with pytest.raises(UserError, match="web servers list no files; give a folder"):
+        follow(config, "http://127.0.0.1/rows", run)
     with pytest.raises(UserError, match=r"no row came from .*empty .*until_idle=0.4 seconds"):
         follow(config, tmp_path / "empty", run)
     with pytest.raises(UserError, match="by the schema of data.path"):

@@ -20,7 +20,7 @@ from distembed.data.prepare.ingest import InputPart
 from distembed.data.prepare.table.inputs import find_inputs, is_table, natural_order
 from distembed.data.prepare.table.source import TableSource
 from distembed.data.remote import find_remote, is_url, list_remote
-from distembed.data.stream.source import Piece
+from distembed.data.stream.source import Patience, Piece
 from distembed.data.table.blocks import ParsedBlock
 from distembed.data.table.schema import TableSchema
 
@@ -40,6 +40,12 @@ class FolderSource:
         self._found = set[str]()
         self._last: str | None = None  # the greatest name found
         self._seen: dict[str, tuple[tuple[int, Any], float]] = {}  # of files that are not complete: version, since when
+        self._patience = Patience(self._folder, self.notes)
+        if folder.startswith(("http://", "https://")):
+            raise UserError(
+                f"data.stream.source (--follow) is {folder!r}, and web servers list no files; give a folder, or a URL "
+                "such as s3://bucket/folder."
+            )
         if not is_url(folder) and not os.path.isdir(folder):
             raise UserError(
                 f"data.stream.source (--follow) is {folder!r}, which is no folder; make it first, or give a URL such "
@@ -58,7 +64,16 @@ class FolderSource:
             self._last = max(filter(None, (self._last, piece["file"])), key=natural_order)
 
     def new_pieces(self) -> list[Piece]:
-        listed = {name: version for name, version in self._list().items() if name not in self._found}
+        try:
+            found = self._list()
+        except TemporaryFailure as error:
+            if not is_url(self._folder):
+                raise
+            self.is_pending = True
+            self._patience.failed(str(error.__cause__))
+            return []
+        self._patience.answered()
+        listed = {name: version for name, version in found.items() if name not in self._found}
         complete = [name for name, version in listed.items() if self._is_complete(name, version)]
         self._seen = {name: seen for name, seen in self._seen.items() if name in listed and name not in complete}
         self.is_pending = bool(self._seen)
@@ -95,7 +110,8 @@ class FolderSource:
         """Returns the size and version of each file of rows, by its name."""
         if is_url(self._folder):
             files = list_remote(self._folder, may_be_empty=True)
-            return {PurePosixPath(file.url).name: (file.num_bytes or 0, file.version) for file in files}
+            versions = {PurePosixPath(file.url).name: (file.num_bytes or 0, file.version) for file in files}
+            return {name: version for name, version in versions.items() if is_table(Path(name))}
         try:
             with os.scandir(self._folder) as entries:
                 named = [entry for entry in entries if not entry.name.startswith((".", "_"))]

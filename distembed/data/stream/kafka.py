@@ -7,12 +7,12 @@ A piece is a range of offsets of a partition::
     pieces         p0  p1            p0  p1
 
 The run's journal and checkpoints hold the offsets; the consumer belongs to no group and commits nothing. Trade-off:
-each change of partition opens a new fetch, some milliseconds, so that a round reads its messages in a fixed order.
+each change of partition opens a new fetch, which drops messages read ahead, so that a round reads its messages in a
+fixed order. It takes effect once the broker has answered the fetch before, so brokers are asked to answer soon.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from distembed.base.errors import RunError, TemporaryFailure, UserError
 from distembed.data.dataset.config import StreamConfig
 from distembed.data.prepare.table.source import TableSource
 from distembed.data.prepare.table.text_rows import JsonBlock
-from distembed.data.stream.source import KAFKA, Piece
+from distembed.data.stream.source import KAFKA, Patience, Piece
 from distembed.data.table.blocks import ParsedBlock
 from distembed.data.table.schema import TableSchema
 
@@ -35,8 +35,6 @@ except ImportError as missing:
 _MOST_MESSAGES = 65_536
 _BLOCK_MESSAGES = 4096
 _ANSWER_SECONDS = 5.0
-_NOTED_SECONDS = 3.0
-_GONE_SECONDS = 60.0
 _EXACT = {"enable.auto.commit": False, "auto.offset.reset": "error", "enable.partition.eof": True}
 """Settings by which each message is read once; the journal relies on them."""
 _MALFORMED = b"-"
@@ -62,11 +60,11 @@ class KafkaSource:
         self._parser = TableSource([], schema)
         self._next: dict[int, int] = {}  # of each partition, the offset after its last piece
         self._at: tuple[int, int] | None = None  # the partition and offset that the consumer is at
-        self._silent_since: float | None = None  # the time of the first question without an answer
-        self._is_silence_noted = False
+        self._patience = Patience(f"the brokers {self._brokers}, topic {self._topic!r}", self.notes)
         settings = {
             "group.id": "distembed",  # demanded, and not joined
             "queued.max.messages.kbytes": 16_384,
+            "fetch.wait.max.ms": 10,  # a fetch without messages delays the next partition's
             **_properties(config.kafka_properties),
             **_EXACT,
             "bootstrap.servers": self._brokers,
@@ -122,6 +120,9 @@ class KafkaSource:
             self._keep_waiting(error)
             return []
         self._note_answer()
+        if not pieces and self._at is not None:
+            self._at = None
+            self._consumer.unassign()  # no fetches while there is nothing to read
         self._next |= {piece["partition"]: piece["stop"] for piece in pieces}
         return pieces
 
@@ -186,24 +187,12 @@ class KafkaSource:
 
     def _keep_waiting(self, error: object) -> None:
         """Notes that the brokers have not answered, which is no idle time; a TemporaryFailure after a minute."""
-        self.is_pending, now = True, time.monotonic()
-        self._silent_since = self._silent_since or now
-        silent, brokers = now - self._silent_since, f"the brokers {self._brokers} (topic {self._topic!r})"
-        if silent > _GONE_SECONDS:
-            raise TemporaryFailure(
-                f"{brokers} have not answered for {_GONE_SECONDS:g} s: {_text(error)}; see whether they run and have "
-                "the topic, and --resume."
-            )
-        if silent >= _NOTED_SECONDS and not self._is_silence_noted:
-            self._is_silence_noted = True
-            self.notes.append(
-                f"waiting: {brokers} do not answer: {_text(error)}; after {_GONE_SECONDS:g} s the run saves and ends"
-            )
+        self.is_pending = True
+        self._patience.failed(_text(error))
 
     def _note_answer(self) -> None:
-        if self._is_silence_noted:
-            self.notes.append(f"the brokers {self._brokers} answer again")
-        self.is_pending, self._silent_since, self._is_silence_noted = False, None, False
+        self.is_pending = False
+        self._patience.answered()
 
 
 def _is_answer(message: Any) -> bool:

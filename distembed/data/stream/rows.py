@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from distembed.base.errors import TemporaryFailure, UserError
+from distembed.base.errors import TemporaryFailure, UserError, one_line
 from distembed.base.units import enumerate_names
 from distembed.data.dataset.config import StreamConfig
 from distembed.data.dataset.periods import SECONDS, rows_by_period
@@ -225,10 +225,10 @@ class StreamRows:
                 yield part, block
         except UserError as error:
             cause = error.__cause__
-            if isinstance(cause, OSError) and cause.errno not in _ERRORS_OF_FILES:
+            if cause is not None and _may_pass(cause):
+                reason = getattr(cause, "strerror", None) or one_line(cause)
                 raise TemporaryFailure(
-                    f"{place} cannot be read now: {cause.strerror or cause}; see to it, or move the file away, and "
-                    "--resume."
+                    f"{place} cannot be read now: {reason}; see to it, or move the file away, and --resume."
                 ) from error
             counts["bad_files"] += 1
             self._notes.append(f"malformed: the rest of {place} is left out after {num_lines} rows: {error}")
@@ -278,6 +278,13 @@ class StreamRows:
         self._notes.clear()
         self._source.notes.clear()
         return notes
+
+
+def _may_pass(cause: BaseException) -> bool:
+    """Returns whether the system or the server refused a file, which may be good: an error, or no permission."""
+    is_refused = isinstance(cause, PermissionError) or getattr(cause, "status", None) in (401, 403)
+    is_error = isinstance(cause, OSError) and cause.errno not in _ERRORS_OF_FILES
+    return is_refused or is_error or "Credential" in type(cause).__name__
 
 
 def _as_text(counts: Counter[str]) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from distembed.base.errors import UserError
+from distembed.base.errors import TemporaryFailure, UserError
 from distembed.data.dataset.config import StreamConfig
 from distembed.data.table.blocks import ParsedBlock
 from distembed.data.table.schema import TableSchema
@@ -14,6 +15,41 @@ Piece = Mapping[str, Any]
 """A part of a source that is complete and never changes (a file, a range of messages), in values for JSON."""
 
 KAFKA = "kafka://"
+
+
+GONE_SECONDS = 60.0
+"""Time without an answer after which a run ends."""
+_NOTED_SECONDS = 3.0
+
+
+class Patience:
+    """Waits for a server that does not answer; adds a line to ``notes`` when that lasts, and when it answers again."""
+
+    def __init__(self, server: str, notes: list[str]) -> None:
+        self._server, self._notes = server, notes
+        self._silent_since: float | None = None  # the time of the first question without an answer
+        self._is_noted = False
+
+    def failed(self, reason: str) -> None:
+        """Notes a question without an answer; a TemporaryFailure after a minute without any."""
+        now = time.monotonic()
+        self._silent_since = self._silent_since or now
+        silent = now - self._silent_since
+        if silent > GONE_SECONDS:
+            raise TemporaryFailure(
+                f"{self._server}: no answer for {GONE_SECONDS:g} s ({reason}); see whether it runs and has the rows, "
+                "and --resume."
+            )
+        if silent >= _NOTED_SECONDS and not self._is_noted:
+            self._is_noted = True
+            self._notes.append(
+                f"waiting: {self._server}: no answer ({reason}); after {GONE_SECONDS:g} s the run saves and ends"
+            )
+
+    def answered(self) -> None:
+        if self._is_noted:
+            self._notes.append(f"{self._server}: answers again")
+        self._silent_since, self._is_noted = None, False
 
 
 class StreamSource(Protocol):
