@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 import torch
@@ -41,14 +41,14 @@ def draw_stream(count: int) -> NDArray[np.int64]:
     return mix64_array((ranks + period * DRIFT).astype(np.uint64)).view(np.int64)
 
 
-def measure_policy(policy: Any, stream: NDArray[np.int64], batch_size: int, every: int) -> dict[str, float]:
+def measure_policy(eviction: EvictionConfig, stream: NDArray[np.int64], batch_size: int) -> dict[str, float]:
     """Admits the stream to a new table; returns its counts, its bytes, and an eviction's median milliseconds."""
-    config = ManagedConfig(NUM_SLOTS + 2, eviction=EvictionConfig(policy, every))
+    config = ManagedConfig(NUM_SLOTS + 2, eviction=eviction)
     managed, hits, seconds = ManagedIds(ManagedSizes("C3", config)), 0, list[float]()
     for step, start in enumerate(range(0, len(stream), batch_size), start=1):
         managed.start_batch()
         hits += int((managed.admit(stream[start : start + batch_size]) > 1).sum())
-        if step % every == 0:
+        if step % eviction.every == 0:
             started = time.perf_counter()
             managed.evict()
             seconds.append(time.perf_counter() - started)
@@ -107,7 +107,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="seconds of one contender's turn")
     options = parser.parse_args()
     console, stream = Console(width=120), draw_stream(options.ids)
-    measured = {own: measure_policy(own, stream, options.batch_size, options.every) for own in POLICIES}
+    every = options.every
+    policies = {policy: EvictionConfig(policy, every) for policy in POLICIES}
+    policies[f"lfu, half-life {every}"] = EvictionConfig("lfu", every, half_life=every)
+    measured = {name: measure_policy(own, stream, options.batch_size) for name, own in policies.items()}
     table = Table("policy", "hit rate", "evicted ids", "bytes", "counted", "evict, ms")
     for policy, own in measured.items():
         counts = (f"{own[key]:,}" for key in ("evictions", "bytes", "counted_bytes"))
