@@ -10,7 +10,7 @@ import statistics
 import time
 from dataclasses import dataclass
 from functools import partial
-from itertools import cycle
+from itertools import cycle, product
 from typing import get_args
 
 import numpy as np
@@ -26,11 +26,12 @@ from distembed.base.ranks import Ranks, process_group
 from distembed.data.hashing import mix64_array
 from distembed.embedding.managed import ManagedFeatures, ManagedIds
 from distembed.embedding.managed_sizes import ManagedSizes
-from distembed.embedding.settings import EvictionConfig, ManagedConfig
+from distembed.embedding.settings import AdmissionConfig, EvictionConfig, ManagedConfig
 from distembed.training.managed_ids import evict_ids, managed_tables
 
 NUM_SLOTS, DRIFT, NUM_DRAWN = 20_000, 40_000, 64
 POLICIES = get_args(EvictionConfig.__annotations__["policy"])
+NUM_CANDIDATES = NUM_SLOTS // 4, NUM_SLOTS, 5 * NUM_SLOTS  # the first is the default
 WITHOUT = "no managed ids"
 
 
@@ -41,9 +42,11 @@ def draw_stream(count: int) -> NDArray[np.int64]:
     return mix64_array((ranks + period * DRIFT).astype(np.uint64)).view(np.int64)
 
 
-def measure_policy(eviction: EvictionConfig, stream: NDArray[np.int64], batch_size: int) -> dict[str, float]:
+def measure_policy(
+    eviction: EvictionConfig, candidates: int, stream: NDArray[np.int64], batch_size: int
+) -> dict[str, float]:
     """Admits the stream to a new table; returns its counts, its bytes, and an eviction's median milliseconds."""
-    config = ManagedConfig(NUM_SLOTS + 2, eviction=eviction)
+    config = ManagedConfig(NUM_SLOTS + 2, admission=AdmissionConfig(candidates=candidates), eviction=eviction)
     managed, hits, seconds = ManagedIds(ManagedSizes("C3", config)), 0, list[float]()
     for step, start in enumerate(range(0, len(stream), batch_size), start=1):
         managed.start_batch()
@@ -110,8 +113,11 @@ def main() -> None:
     every = options.every
     policies = {policy: EvictionConfig(policy, every) for policy in POLICIES}
     policies[f"lfu, half-life {every}"] = EvictionConfig("lfu", every, half_life=every)
-    measured = {name: measure_policy(own, stream, options.batch_size) for name, own in policies.items()}
-    table = Table("policy", "hit rate", "evicted ids", "bytes", "counted", "evict, ms")
+    measured = {
+        f"{name}, {candidates:,}": measure_policy(own, candidates, stream, options.batch_size)
+        for (name, own), candidates in product(policies.items(), NUM_CANDIDATES)
+    }
+    table = Table("policy, candidates", "hit rate", "evicted ids", "bytes", "counted", "evict, ms")
     for policy, own in measured.items():
         counts = (f"{own[key]:,}" for key in ("evictions", "bytes", "counted_bytes"))
         table.add_row(policy, f"{own['hit_rate']:.4f}", *counts, f"{own['evict_ms']:.1f}")

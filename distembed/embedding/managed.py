@@ -201,6 +201,11 @@ class ManagedIds:
         buckets = mix64_array(ids.view(np.uint64)) >> np.uint64(48) & np.uint64(self.sizes.num_buckets - 1)
         return self.owners[buckets.astype(np.int64)]
 
+    @property
+    def num_full(self) -> int:
+        """The number of buckets on this rank that have no room for a further candidate, whose ids are not counted."""
+        return int((self.state["used"][:, _CANDIDATES] == self.sizes.candidates_per_bucket).sum())
+
     def evict(self) -> Int64[Tensor, " evicted"]:
         """Gives slots on this rank to candidates that score higher, and forgets candidates; returns these slots."""
         changed = [self._evict_bucket(row, int(bucket)) for row, bucket in enumerate(self.buckets)]

@@ -39,7 +39,7 @@ def evicted_ids(model: nn.Module, ranks: Ranks) -> dict[str, int]:
 
 
 @torch.no_grad()
-def evict_ids(model: nn.Module, optimizer: KeyedOptimizer, step: int) -> dict[str, int]:
+def evict_ids(model: nn.Module, optimizer: KeyedOptimizer, step: int) -> dict[str, str]:
     """Evicts ids of the tables that are due after a step; all ranks call it, between two steps.
 
     Args:
@@ -48,14 +48,14 @@ def evict_ids(model: nn.Module, optimizer: KeyedOptimizer, step: int) -> dict[st
         step: The number of steps done.
 
     Returns:
-        The number of evicted ids on all ranks, by table.
+        A note on each table that had no room for further candidates, in half of its buckets or more.
     """
     due = [each for each in managed_tables(model) if step % each[2].sizes.config.eviction.every == 0]
     if not due:
         return {}
-    own = {path: managed.evict() for path, _, managed in due}
+    own = {path: (managed.num_full, managed.evict()) for path, _, managed in due}
     gathered = Collectives().gather(own)  # rows lie on other ranks than their slots
-    evicted = {path: torch.cat([slots[path] for slots in gathered]) for path in own}
+    evicted = {path: torch.cat([own[path][1] for own in gathered]) for path in own}
     reset: dict[tuple[str, str], tuple[SeededInit, Tensor]] = {}
     for path, table, managed in due:
         if managed.sizes.config.eviction.reset and len(evicted[path]):
@@ -67,7 +67,14 @@ def evict_ids(model: nn.Module, optimizer: KeyedOptimizer, step: int) -> dict[st
     if any(len(rows) for _, rows in reset.values()):
         _reset_rows(model, optimizer, reset)
         forget_copies(model)
-    return {path.rpartition(".")[2]: len(slots) for path, slots in evicted.items()}
+    full = {path: sum(own[path][0] for own in gathered) for path in own}
+    tables = [managed.sizes for path, _, managed in due if 2 * full[path] >= managed.sizes.num_buckets]
+    return {
+        sizes.name: f"note: table {sizes.name!r} did not count the ids that came last before the eviction at step "
+        f"{step}, since all its {sizes.candidates_per_bucket * sizes.num_buckets:,} candidates were used; raise "
+        "ids.admission.candidates, or lower ids.eviction.every"
+        for sizes in tables
+    }
 
 
 def private_rows(table: CompositionalEmbeddingConfig) -> list[Bool[Tensor, " rows"]]:

@@ -107,7 +107,7 @@ class Trainer:
         managed = managed_tables(self._state.model)
         evictions = {own.sizes.config.eviction.every for _, _, own in managed}
         self._due = DueSteps(train, self._reader.batches_per_epoch, self.num_steps, has_validation, evictions)
-        self._has_managed_ids = bool(managed)
+        self._has_managed_ids, self._noted_tables = bool(managed), set[str]()
         self._state.task.start(blueprint.task_context(self._dataset, ranks))
         if config.train.compares_evaluations:
             require_comparable(self._state.task.headline)
@@ -206,7 +206,10 @@ class Trainer:
                 if self._step == end and self._due.clustering(self._step):
                     self._recluster()
                 if self._step == end and self._has_managed_ids:
-                    evict_ids(state.model, state.optimizers.combined, self._step)
+                    notes = evict_ids(state.model, state.optimizers.combined, self._step)
+                    for table in notes.keys() - self._noted_tables:
+                        self._progress.say(notes[table])
+                    self._noted_tables |= notes.keys()
                 if is_interrupted or failure is not None:
                     waits = self._due.evaluation_before_checkpoint(self._step)
                     if self._step:

@@ -86,7 +86,8 @@ def evaluations(run: Path) -> list[float]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("managed")
     write_config(folder, write_dataset(folder / "data"), TABLES)
-    distembed("train", folder / "config.yaml", *SETTINGS, "--run-dir", folder / "1")
+    said = distembed("train", folder / "config.yaml", *SETTINGS, "--run-dir", folder / "1").stdout
+    (folder / "said").write_text(said)
     return folder
 
 
@@ -95,13 +96,19 @@ def test_identities_and_counts_are_a_dictionarys(folder: Path) -> None:
     policies = {"C3": DictionaryPolicy(c3), "M": DictionaryPolicy(managed_config(40, every=10))}
     reader = BatchReader(str(folder / "data"), "train", BatchOrder(64, seed=0), prefetch_batches=0)
     batches = [batch["sparse_features"] for _ in range(2) for batch in reader]
+    said, noted = " ".join((folder / "said").read_text().split()), set[str]()
     for step, (batch, line) in enumerate(zip(batches, metrics(folder / "1", "train"), strict=False), start=1):
         slots = {name: np.array(policy.batch(batch[name].values().tolist())) for name, policy in policies.items()}
         assert line["slot_share"] == {name: (own > 1).sum() / (own > 0).sum() for name, own in slots.items()}
         assert line["evicted_ids"] == {name: policy.evicted for name, policy in policies.items()}
-        for policy in policies.values():
+        for name, policy in policies.items():
             if step % policy.config.eviction.every == 0:
+                full = [bucket.num_waiting == bucket.num_candidates for bucket in policy.buckets]
+                if sum(full) >= len(full) / 2 and name not in noted:
+                    noted.add(name)
+                    assert f"{name!r} did not count the ids that came last before the eviction at step {step}," in said
                 policy.evict()
+    assert noted and said.count("did not count the ids") == len(noted) < len(policies)
     assert step == 40
     for name, policy in policies.items():
         entries, used = (saved(folder / "1")[f"model.model.embeddings.{name}__{part}"] for part in ("entries", "used"))
