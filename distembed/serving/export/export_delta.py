@@ -272,10 +272,7 @@ class SavedWeights:
 
     def __init__(self, file: Path, changes: Sequence[RowChange] = ()) -> None:
         self._file = file
-        self._changes: dict[str, list[RowChange]] = {}
-        for change in changes:
-            for name in change.values:
-                self._changes.setdefault(name, []).append(change)
+        self._changes: dict[str, tuple[Tensor, Tensor]] = {}  # rows in ascending order, and their bytes
         self._bytes: dict[str, Tensor] = {}
         self._records: dict[str, str] = {}
         try:
@@ -292,6 +289,24 @@ class SavedWeights:
             raise UserError(
                 f"{file} is no program of torch.export, or it is damaged ({error}); export again."
             ) from error
+
+        for name in dict.fromkeys(name for change in changes for name in change.values):
+            self._apply(name, [change for change in changes if name in change.values])
+
+    def _apply(self, name: str, changes: Sequence[RowChange]) -> None:
+        """Joins the changes of a weight: the last whole one takes the place of the file, and later rows of earlier."""
+        rows, values = [torch.empty(0, dtype=torch.int64)], list[Tensor]()
+        for change in changes:
+            if change.rows is None:
+                self._bytes[name] = _as_bytes(change.values[name], 1).flatten()
+                rows, values = rows[:1], []
+            else:
+                rows.append(change.rows)
+                values.append(_as_bytes(change.values[name], len(change.rows)))
+        if values:
+            ascending, order = torch.cat(rows).sort(stable=True)
+            is_last = torch.cat([ascending[1:] != ascending[:-1], torch.tensor([True])])
+            self._changes[name] = ascending[is_last], torch.cat(values)[order[is_last]]
 
     def _read_identities(self, path: str) -> None:
         """Puts ids by slot in the place of the ids that are sorted, as one weight."""
@@ -326,13 +341,10 @@ class SavedWeights:
             )
         stop = first + len(own)
         before = saved.view(num_rows, -1)[first:stop]
-        for change in self._changes.get(name, ()):
-            values, before = change.values[name], before.clone()
-            if change.rows is None:
-                before = _as_bytes(values, num_rows)[first:stop]
-                continue
-            start, end = torch.searchsorted(change.rows, torch.tensor([first, stop])).tolist()
-            before[change.rows[start:end] - first] = _as_bytes(values, len(change.rows))[start:end]
+        if name in self._changes:
+            changed, values = self._changes[name]
+            start, end = torch.searchsorted(changed, torch.tensor([first, stop])).tolist()
+            before = before.index_copy(0, changed[start:end] - first, values[start:end])
         # whole words are compared several times as fast as bytes
         word = next(dtype for dtype in (torch.int64, torch.int32, torch.uint8) if own.shape[1] % dtype.itemsize == 0)
         return (own.view(word) != before.view(word)).any(1)
