@@ -55,7 +55,7 @@ def _keys(ids, features, parts, j: tl.constexpr, RULE: tl.constexpr, NUM_PARTITI
         modulus = part_field(parts, features, j, MODULUS, NUM_PARTITIONS)
         rows -= _divide(rows, modulus) * modulus
     rows -= part_field(parts, features, j, FIRST_ROW, NUM_PARTITIONS)
-    are_here = (rows >= 0) & (rows < part_field(parts, features, j, NUM_ROWS, NUM_PARTITIONS))
+    are_here = (ids >= 0) & (rows >= 0) & (rows < part_field(parts, features, j, NUM_ROWS, NUM_PARTITIONS))
     return tl.where(are_here, rows + part_field(parts, features, j, FIRST_KEY, NUM_PARTITIONS), NO_KEY)
 
 
@@ -80,13 +80,27 @@ def rows_of_keys(
 
 
 @triton.jit
+def last_at_or_before(starts, stride, count, numbers, BITS: tl.constexpr):
+    """Returns the last i below ``count`` with ``starts[i * stride] <= number``, 0 if there is none, for each number.
+
+    Starts ascend, and ``count`` is at most ``2 ** BITS``; a binary search.
+    """
+    found = tl.zeros_like(numbers)
+    for bit in tl.static_range(BITS):
+        tried = found + (1 << (BITS - 1 - bit))
+        found_starts = tl.load(starts + tried * stride, mask=tried < count, other=0).to(tl.int64)
+        found = tl.where((tried < count) & (found_starts <= numbers), tried, found)
+    return found
+
+
+@triton.jit
 def _bags(
-    offsets, num_ids, num_bags, num_features, POOLS: tl.constexpr, LANES: tl.constexpr, PADDED_FEATURES: tl.constexpr
+    offsets, num_ids, num_bags, num_features, POOLS: tl.constexpr, LANES: tl.constexpr, FEATURE_BITS: tl.constexpr
 ):
     """Returns each lane's feature, first id, last id + 1 and vector; -1 is the vector of a lane without work.
 
     A lane has a bag where ``POOLS``; bags come feature after feature, vectors bag after bag. Else a lane has an id, and
-    the number of features that end at or before the id is its feature.
+    the last feature that begins at or before the id is its feature.
     """
     lanes = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     if POOLS:
@@ -96,14 +110,8 @@ def _bags(
         features = tl.where(is_bag, lanes // num_bags, 0)
         vectors = tl.where(is_bag, (lanes - features * num_bags) * num_features + features, -1)
     else:
-        feature_numbers = tl.arange(0, PADDED_FEATURES)
         ids_end = tl.load(offsets + num_bags.to(tl.int64) * num_features).to(tl.int64)
-        is_earlier = feature_numbers < num_features - 1
-        ends_of_features = tl.load(offsets + (feature_numbers + 1) * num_bags, mask=is_earlier, other=num_ids).to(
-            tl.int64
-        )
-        ends_at_or_before = (lanes[:, None] >= ends_of_features[None, :]) & is_earlier[None, :]
-        features = tl.sum(ends_at_or_before.to(tl.int64), 1)
+        features = last_at_or_before(offsets, num_bags, num_features, lanes, FEATURE_BITS)
         starts, ends = lanes, tl.where(lanes < ids_end, lanes + 1, lanes)
         vectors = tl.where(lanes < num_ids, lanes, -1)
     return features, starts, ends, vectors
@@ -193,7 +201,7 @@ def compose(
     HAS_WEIGHTS: tl.constexpr,
     POOLS: tl.constexpr,
     LANES: tl.constexpr,
-    PADDED_FEATURES: tl.constexpr,
+    FEATURE_BITS: tl.constexpr,
 ):
     """Writes the composed, pooled vectors of ids, whose keys ``write_keys`` has written.
 
@@ -201,7 +209,7 @@ def compose(
     first column, number of columns, and this number rounded up to a power of two. Rows of partition j begin at
     multiples of ``MULTIPLES[j]`` numbers.
     """
-    bags = _bags(offsets, num_ids, num_bags, num_features, POOLS, LANES, PADDED_FEATURES)
+    bags = _bags(offsets, num_ids, num_bags, num_features, POOLS, LANES, FEATURE_BITS)
     batch = ((keys, parts, weights), id_weights, outputs)
     for i in tl.static_range(NUM_GROUPS):
         _pool(batch, bags, i, WIDTH, GROUPS, MULTIPLES, IS_PRODUCT, HAS_WEIGHTS)
@@ -220,11 +228,11 @@ def write_keys(
     RULES: tl.constexpr,
     POOLS: tl.constexpr,
     LANES: tl.constexpr,
-    PADDED_FEATURES: tl.constexpr,
+    FEATURE_BITS: tl.constexpr,
 ):
     """Writes each id's key in every partition, and its *owner*: its bag's vector, or the feature of a sequence's id."""
     num_partitions: tl.constexpr = len(keys)
-    features, starts, ends, vectors = _bags(offsets, num_ids, num_bags, num_features, POOLS, LANES, PADDED_FEATURES)
+    features, starts, ends, vectors = _bags(offsets, num_ids, num_bags, num_features, POOLS, LANES, FEATURE_BITS)
     if POOLS:
         lane_owners = vectors
     else:
@@ -237,10 +245,10 @@ def write_keys(
         for j in tl.static_range(num_partitions):
             row_keys = _keys(bag_ids, features, parts, j, RULES[j], num_partitions)
             tl.store(keys[j] + positions, row_keys.to(keys[j].dtype.element_ty), mask=are_ids)
-    if tl.program_id(0) == 0:  # ids after the end of the last bag are in no bag: they get NO_KEY
-        ids_end = tl.load(offsets + num_bags.to(tl.int64) * num_features).to(tl.int64)
-        for start in range(ids_end, num_ids, LANES):
-            positions = start + tl.arange(0, LANES)
-            for j in tl.static_range(num_partitions):
-                no_keys = tl.full([LANES], NO_KEY, keys[j].dtype.element_ty)
-                tl.store(keys[j] + positions, no_keys, mask=positions < num_ids)
+    # ids after the end of the last bag are in no bag: they get NO_KEY
+    ids_end = tl.load(offsets + num_bags.to(tl.int64) * num_features).to(tl.int64)
+    for start in range(ids_end + tl.program_id(0) * LANES, num_ids, tl.num_programs(0) * LANES):
+        positions = start + tl.arange(0, LANES)
+        for j in tl.static_range(num_partitions):
+            no_keys = tl.full([LANES], NO_KEY, keys[j].dtype.element_ty)
+            tl.store(keys[j] + positions, no_keys, mask=positions < num_ids)

@@ -1,13 +1,12 @@
 """The fused lookup on CUDA, by Triton's kernels; tables and results as in :mod:`distembed.kernels.operation`.
 
 The forward pass writes the keys of all ids first, and keeps them. The backward pass reads the rows again, as on a CPU.
-The host waits for nothing:
-constants are copied to the device in the first step.
+The host waits for nothing: constants are copied to the device in the first step. A batch's first bag begins at id 0.
 
-Backward: a sort for each partition, sums of gradients over runs of equal keys, updates. In a product,
-gradients of one partition's rows depend on the rows of the others. So the sums of all partitions but the largest are
-made before any row is updated, in a buffer with a place for each key, or for each id where ids are fewer. Rows of the
-largest partition, whose sums would take most memory, are updated as soon as their gradients are added up::
+Backward: a sort for each partition, sums of gradients over runs of equal keys, updates. In a product, gradients of one
+partition's rows depend on the rows of the others. So the sums of all partitions but the largest are made before any row
+is updated, in a buffer with a place for each key, or for each id where ids are fewer. Rows of the largest partition,
+whose sums would take most memory, are updated as soon as their gradients are added up::
 
     sort by keys of partition 1 -> sums of partition 1 ----------------------------------> update partition 1
     sort by keys of partition 2 (largest) -> sums, and update partition 2 at once ----^
@@ -83,14 +82,14 @@ class TritonLookup:
         """Returns the keys and owners of a :class:`TritonBatch`.
 
         Raises:
-            UserError: There are more vectors than an owner's int32 can count.
+            UserError: There are more ids or bags than an int32 can count.
         """
         tables, pools = self._tables, self.formula.pools
-        num_vectors = tables.num_vectors(len(ids), offsets)
-        if num_vectors > _MOST_VECTORS:
+        num_vectors, longest = tables.num_vectors(len(ids), offsets), max(len(ids), len(offsets) - 1)
+        if longest > _MOST:
             raise UserError(
-                f"a lookup in one pass has {num_vectors} vectors, and at most {_MOST_VECTORS} on a GPU; take smaller "
-                "batches, or give the tables kernel='fbgemm'."
+                f"a lookup in one pass has {len(ids)} ids in {len(offsets) - 1} bags, and at most {_MOST} of each on a "
+                "GPU; take smaller batches, or give the tables kernel='fbgemm'."
             )
         keys = tuple(
             torch.empty(len(ids), dtype=tables.key_type(j), device=ids.device) for j in range(tables.num_partitions)
@@ -109,7 +108,7 @@ class TritonLookup:
                 RULES=tables.rules,
                 POOLS=pools,
                 LANES=_KEY_LANES,
-                PADDED_FEATURES=power_of_two(tables.num_features),
+                FEATURE_BITS=(tables.num_features - 1).bit_length(),
             )
         if checks_rows():
             _require_rows(ids, offsets, keys)
@@ -144,7 +143,7 @@ class TritonLookup:
             HAS_WEIGHTS=batch.weights is not None,
             POOLS=formula.pools,
             LANES=lanes,
-            PADDED_FEATURES=power_of_two(tables.num_features),
+            FEATURE_BITS=(tables.num_features - 1).bit_length(),
         )
         return outputs
 
@@ -210,7 +209,7 @@ JOINED_NUMBERS = 4096
 """Number of numbers of long runs' pieces that are read at once."""
 _KEY_LANES = 128
 """Number of bags, or ids, whose keys a program writes."""
-_MOST_VECTORS = 2**31 - 1
+_MOST = 2**31 - 1
 _OWNER_BYTES, _ORDER_BYTES = 4, 8
 """Bytes of an id's owner (:class:`TritonBatch`), and of its place before keys are sorted."""
 _WRITE_GRADIENT, _WRITE_AT_KEY, _WRITE_AT_PLACE = 3, 4, 5
@@ -340,8 +339,7 @@ class _Sums:
 
     j: int
     numbers: Tensor
-    at_key: bool  # whether each sum is at its row's key, and not at a place among sorted ids
-    sorted: _Sorted
+    order: _Sorted | None  # of sums at places among sorted ids; None where each sum is at its row's key
 
 
 @dataclass(frozen=True)
@@ -363,7 +361,8 @@ class _Backward:
         at_key, columns = num_keys <= num_ids, len(self.tables.formula.columns[j])
         make = torch.zeros if at_key else torch.empty
         sums = make(min(num_keys, num_ids), columns, dtype=torch.float32, device=self.gradients.device)
-        return _Sums(j, sums, at_key, self.reduce(j, _Target(sums, _WRITE_AT_KEY if at_key else _WRITE_AT_PLACE)))
+        order = self.reduce(j, _Target(sums, _WRITE_AT_KEY if at_key else _WRITE_AT_PLACE))
+        return _Sums(j, sums, None if at_key else order)
 
     def reduce(self, j: int, target: _Target) -> _Sorted:
         """Sorts the ids by their keys, sums each row's gradients, and sends the sums to a target; returns the order."""
@@ -409,23 +408,26 @@ class _Backward:
 
     def update_by(self, sums: _Sums, target: _Target) -> None:
         """Updates the rows of a partition by sums that were made before."""
-        num_ids, num_keys, settings = self.batch.num_ids, self.tables.num_keys[sums.j], self._settings(sums.j, target)
+        settings, at_key, owners = self._settings(sums.j, target), sums.order is None, self.batch.owners
         lanes = num_lanes(settings["PADDED"])
-        triton_kernels().update_rows[(num_blocks(num_keys if sums.at_key else num_ids, lanes),)](
-            sums.sorted.keys,
-            sums.sorted.order,
-            self.batch.owners,
+        if len(sums.numbers) == 0:
+            return
+        order = sums.order or _Sorted(owners, owners)  # which is not read
+        triton_kernels().update_rows[(num_blocks(len(sums.numbers) if at_key else self.batch.num_ids, lanes),)](
+            order.keys,
+            order.order,
+            owners,
             self.parts,
             sums.numbers,
             target.numbers,
-            num_ids,
-            num_keys,
+            self.batch.num_ids,
+            self.tables.num_keys[sums.j],
             self.tables.num_features,
             *target.optimizer_arguments,
             NUM_PARTITIONS=len(self.batch.keys),
-            AT_KEY=sums.at_key,
+            AT_KEY=at_key,
             LANES=lanes,
-            PADDED_FEATURES=power_of_two(self.tables.num_features),
+            FEATURE_BITS=(self.tables.num_features - 1).bit_length(),
             **settings,
         )
 

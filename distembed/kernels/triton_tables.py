@@ -161,8 +161,7 @@ def num_blocks(number: int, a_block: int) -> int:
 
 def _multiple(numbers_of_row: int, starts: Tensor, most: int) -> int:
     """Returns the largest power of two, at most ``most``, that divides the start of each row."""
-    divisor = math.gcd(most, numbers_of_row, *starts.tolist())
-    return max(1, divisor)
+    return math.gcd(most, numbers_of_row, *starts.tolist())
 
 
 def _rule(parts: Sequence[TablePart]) -> int:

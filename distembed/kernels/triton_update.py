@@ -18,11 +18,13 @@ import triton.language as tl
 from distembed.kernels.triton_kernels import (
     FIRST_KEY,
     NO_KEY,
+    PART_FIELDS,
     SIZES,
     SLICES,
     STATE_START,
     WEIGHT_START,
     addresses,
+    last_at_or_before,
     part_field,
     rows_of_keys,
 )
@@ -332,19 +334,6 @@ def join_runs(
             )
 
 
-@triton.jit
-def _features_of_keys(
-    keys, parts, num_features, J: tl.constexpr, NUM_PARTITIONS: tl.constexpr, PADDED_FEATURES: tl.constexpr
-):
-    """Returns a feature of each key's table: the last one whose rows begin at or before the key."""
-    features = tl.arange(0, PADDED_FEATURES)
-    is_feature = features < num_features
-    # the key of row 0 of a rank's part of a table is FIRST_KEY; features come in the order of their keys
-    first_keys = part_field(parts, tl.where(is_feature, features, 0), J, FIRST_KEY, NUM_PARTITIONS)
-    begin_before = (keys[:, None] >= first_keys[None, :]) & is_feature[None, :]
-    return tl.sum(begin_before.to(tl.int64), 1) - 1
-
-
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=SLICES)
 def update_rows(
     sorted_keys,
@@ -372,13 +361,13 @@ def update_rows(
     ROUNDS_AT_RANDOM: tl.constexpr,
     CHUNK: tl.constexpr,
     LANES: tl.constexpr,
-    PADDED_FEATURES: tl.constexpr,
+    FEATURE_BITS: tl.constexpr,
 ):
     """Updates each row of the batch by its sum, which ``sum_runs`` or ``join_runs`` wrote at its key or its place.
 
     ``AT_KEY``: a lane is a key, and sums of rows that do not occur are zeros. They are left alone, as an update by zero
-    would leave them. Else a lane is a place among sorted ids. The place of a run is its last one in the chunk in which
-    it begins, so that each run is found here exactly once.
+    leaves them where eps is not 0. Else a lane is a place among sorted ids. The place of a run is its last one in the
+    chunk in which it begins, so that each run is found here exactly once.
     """
     lanes = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     columns = tl.arange(0, PADDED)
@@ -388,7 +377,9 @@ def update_rows(
         key = lanes
         gradients = tl.load(sum_addresses, mask=(lanes < num_keys)[:, None] & is_column, other=0.0)
         are_runs = tl.max((gradients != 0).to(tl.int32), 1) != 0
-        features = _features_of_keys(key, parts, num_features, J, NUM_PARTITIONS, PADDED_FEATURES)
+        # the last feature whose rows begin at or before the key is one of its table's
+        first_keys = parts + J * PART_FIELDS + FIRST_KEY
+        features = last_at_or_before(first_keys, NUM_PARTITIONS * PART_FIELDS, num_features, key, FEATURE_BITS)
     else:
         firsts = lanes // CHUNK * CHUNK
         key = tl.load(sorted_keys + lanes, mask=lanes < num_ids, other=NO_KEY).to(tl.int64)

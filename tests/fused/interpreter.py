@@ -43,6 +43,14 @@ def _interpret() -> None:
 
     interpreter._patch_lang_tensor = patch_index
 
+    def require_multiples(handle: Any, name: str, values: Sequence[int]) -> None:
+        """Notes a claim about numbers, which a card would take as true, and checks it."""
+        handle.attr[name] = values
+        assert name != "tt.divisibility" or (handle.data % values[-1] == 0).all(), (values, handle.data)
+
+    handle: Any = interpreter.TensorHandle
+    handle.set_attr = require_multiples
+
 
 class InterpretedLookup:
     """Is made and called as :class:`distembed.kernels.operation.FusedLookup` is."""

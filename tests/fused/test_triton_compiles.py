@@ -44,7 +44,10 @@ def row_accesses(case: Case, launch: Launch, later: bool) -> tuple[int, int]:
                 Case("sum", num_columns=256, dtype=torch.float16, has_weights=True),
                 Case("columns", optimizer="adagrad"),
                 Case(num_columns=20, optimizer="adagrad"),
-                Case(num_columns=4),
+                Case(num_columns=4, num_features=128),
+                Case(collisions=200, offsets=torch.int32),  # more rows than ids in the small partition
+                Case("sequence", optimizer=None, num_features=1000),
+                Case(num_partitions=1),
             ]
         ],
     ],
@@ -53,7 +56,8 @@ def row_accesses(case: Case, launch: Launch, later: bool) -> tuple[int, int]:
 def test_kernels_move_rows_by_16_bytes_and_leave_room_for_many_threads(capability: int, case: Case) -> None:
     found = launches(case, capability)
     k, is_product = case.num_partitions, case.kind in ("product", "sequence")
-    expected = ["write_keys", "compose"] + k * ["sum_runs", "join_runs"] + is_product * (k - 1) * ["update_rows"]
+    waits = is_product and case.optimizer is not None
+    expected = ["write_keys", "compose"] + k * ["sum_runs", "join_runs"] + waits * (k - 1) * ["update_rows"]
     assert [launch.kernel for launch in found] == expected
     summed = 0
     for launch in found:
@@ -62,7 +66,10 @@ def test_kernels_move_rows_by_16_bytes_and_leave_room_for_many_threads(capabilit
         assert launch.registers * 32 * 16 <= 65536, launch
         assert launch.shared <= 8192, launch
         summed += launch.kernel == "sum_runs"
+        updates = case.optimizer is not None and (not waits or summed == k) and summed > 0
+        assert launch.barriers == updates, launch  # between reading and writing rows and states
+        assert launch.loads.total() - launch.loads[128] <= 40, launch  # keys, places, fields of parts
         if case.num_columns >= 16:
-            loads, stores = row_accesses(case, launch, later=is_product and summed < k)
+            loads, stores = row_accesses(case, launch, later=not updates)
             assert launch.loads[128] >= loads, launch
             assert launch.stores[128] >= stores, launch

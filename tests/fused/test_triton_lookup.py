@@ -12,7 +12,7 @@ import torch
 from distembed.base.errors import UserError
 from distembed.kernels.tables import OPTIMIZERS, Formula, Storage, TablePart
 from distembed.kernels.triton_lookup import CHUNK, JOINED_NUMBERS, TritonLookup
-from distembed.kernels.triton_tables import num_lanes
+from distembed.kernels.triton_tables import DeviceTables, num_lanes
 from distembed.partitions.base import Digit
 from tests.fused.cases import (
     BATCHES,
@@ -229,10 +229,26 @@ def product_of_two(optimizer: str | None) -> tuple[TritonLookup, list[Storage]]:
     return TritonLookup(Formula([range(8)] * 2, True, True), [parts], [1], storages), storages
 
 
-def test_more_vectors_than_kernels_count_are_refused() -> None:
+@pytest.mark.parametrize(("num_ids", "num_bags"), [(2**31, 1), (0, 2**31)])
+def test_more_ids_or_bags_than_kernels_count_are_refused(num_ids: int, num_bags: int) -> None:
     lookup, _ = product_of_two("sgd")
-    with pytest.raises(UserError, match=r"2147483648 vectors, and at most 2147483647 .* smaller batches"):
-        lookup.find_keys(torch.empty(0, device="meta"), torch.empty(2**31 + 1, device="meta"))
+    refusal = rf"has {num_ids} ids in {num_bags} bags, and at most 2147483647 .* smaller batches"
+    with pytest.raises(UserError, match=refusal):
+        lookup.find_keys(torch.empty(num_ids, device="meta"), torch.empty(num_bags + 1, device="meta"))
+
+
+@pytest.mark.parametrize(
+    ("start", "num_columns", "dtype", "expected"),
+    [(6, 4, torch.float32, 2), (8, 4, torch.float32, 4), (16, 24, torch.float16, 8), (4, 8, torch.float16, 4)],
+)
+def test_rows_begin_at_multiples_that_divide_every_start(
+    start: int, num_columns: int, dtype: torch.dtype, expected: int
+) -> None:
+    storage = Storage([torch.zeros(99, dtype=dtype)], "adagrad", torch.zeros(99))
+    part = TablePart(Digit(1, None), 0, 2, start, 3 * start)
+    tables = DeviceTables(Formula([range(num_columns)], True, True), [[part]], [1], [storage])
+    assert tables.multiples == (expected,)
+    assert tables.state_multiples == (min(expected, 4),)
 
 
 def refusals_of_changed_rows() -> list[str]:

@@ -4,10 +4,10 @@
 width of loads and stores of each kernel, and a model of its time. Kernels are compiled through the lookup's own
 launches, so with its own arguments.
 
-The model counts the bytes that a kernel has to move between memory and processors, and the instructions that its warps
-issue. It knows neither latency nor how full the processors are: a card may be slower, never faster. The lookup is a
-product of two with one id in a bag. Each id has a row of its own in the large partition; rows of the small partition
-stay in the cache. Sorts are not counted.
+The model estimates the bytes that a kernel has to move between memory and processors, and the instructions that its
+warps issue, with both sides of branches. It knows neither latency nor how full the processors are, and counts no sorts.
+The lookup is a product of two with one id in a bag. Each id has a row of its own in the large partition, so that few
+runs are joined; rows of the small partition stay in the cache.
 """
 
 import argparse
@@ -26,12 +26,12 @@ from unittest.mock import patch
 import torch
 
 from distembed.kernels import triton_lookup, triton_tables
-from distembed.kernels.tables import Formula, Storage, TablePart
+from distembed.kernels.tables import Formula, Storage, TablePart, num_states
 from distembed.kernels.triton_lookup import CHUNK, TritonLookup
 from distembed.kernels.triton_tables import TritonKernels
 from distembed.partitions.base import Digit
 
-NUM_FEATURES, NUM_BAGS, COLLISIONS, QUOTIENTS = 26, 64, 4, 10_000
+NUM_BAGS, QUOTIENTS = 64, 10_000
 BYTES_PER_US = 3.35e6
 """Bandwidth of an H100 with HBM3."""
 INSTRUCTIONS_PER_US = 132 * 4 * 1755
@@ -45,9 +45,12 @@ class Case:
     kind: str = "product"  # product, sum, columns (concatenated) or sequence (a product for each id)
     num_partitions: int = 2
     num_columns: int = 16
-    optimizer: str = "row_wise_adagrad"
+    optimizer: str | None = "row_wise_adagrad"  # None: gradients are returned
     dtype: torch.dtype = torch.float32
     has_weights: bool = False
+    num_features: int = 26
+    collisions: int = 4
+    offsets: torch.dtype = torch.int64
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class Launch:
     registers: int  # of a thread
     spilled: int  # bytes of local memory of a thread
     shared: int  # bytes of a program
+    barriers: int  # that the kernel's own text asks for
     instructions: int
     longest_loop: int  # instructions
     loads: Counter[int]  # number of load instructions of global memory, by bits
@@ -93,7 +97,6 @@ class _Compiled:
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
         def launch(*arguments: Any, **constants: Any) -> None:
-            self.kernel.device_caches.clear()  # of kernels in this process, which may be another processor's
             compiled = self.kernel.warmup(*arguments, grid=grid, **constants)
             self.seen(_read(self.kernel.__name__, grid[0], compiled))
 
@@ -112,28 +115,33 @@ def compiling(capability: int, seen: Callable[[Launch], None]) -> Iterator[None]
         patch.object(driver, "_active", _Driver(capability)),
         patch.object(triton_lookup, "triton_kernels", lambda: kernels),
     ):
-        yield
+        try:
+            yield
+        finally:
+            for kernel in kernels:  # another lookup of this process may be for another processor
+                kernel.kernel.device_caches.clear()
 
 
 def launches(case: Case, capability: int) -> list[Launch]:
     """Compiles the kernels of a training step."""
-    k, columns = case.num_partitions, case.num_columns
-    digits = [Digit(COLLISIONS**j, COLLISIONS) for j in range(k - 1)] + [Digit(COLLISIONS ** (k - 1), None)]
-    rows = [COLLISIONS] * (k - 1) + [QUOTIENTS]
+    k, columns, collisions = case.num_partitions, case.num_columns, case.collisions
+    digits = [Digit(collisions**j, collisions) for j in range(k - 1)] + [Digit(collisions ** (k - 1), None)]
+    rows = [collisions] * (k - 1) + [QUOTIENTS]
     ranges = [range(columns * j, columns * (j + 1)) if case.kind == "columns" else range(columns) for j in range(k)]
+    states = num_states(case.optimizer, columns)
     parts = [
-        [TablePart(digit, 0, n, f * n * columns, f * n * _states(case)) for digit, n in zip(digits, rows, strict=True)]
-        for f in range(NUM_FEATURES)
+        [TablePart(digit, 0, n, f * n * columns, f * n * states) for digit, n in zip(digits, rows, strict=True)]
+        for f in range(case.num_features)
     ]
-    storages = [_storage(NUM_FEATURES * n, case) for n in rows]
+    storages = [_storage(n, case, states) for n in rows]
     formula = Formula(ranges, case.kind in ("product", "sequence"), case.kind != "sequence")
-    lookup = TritonLookup(formula, parts, [1] * NUM_FEATURES, storages)
-    num_ids = NUM_FEATURES * NUM_BAGS
+    lookup = TritonLookup(formula, parts, [1] * case.num_features, storages)
+    num_ids = case.num_features * NUM_BAGS
     found: list[Launch] = []
     with compiling(capability, found.append):
         vectors = lookup(
             torch.zeros(num_ids, dtype=torch.int64),
-            torch.arange(num_ids + 1),
+            torch.arange(num_ids + 1, dtype=case.offsets),
             torch.ones(num_ids) if case.has_weights else None,
             storages,
         )
@@ -141,16 +149,16 @@ def launches(case: Case, capability: int) -> list[Launch]:
     return found
 
 
-def _states(case: Case) -> int:
-    return case.num_columns if case.optimizer == "adagrad" else 1
+def _storage(rows: int, case: Case, states: int) -> Storage:
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=case.dtype, requires_grad=True)
 
-
-def _storage(rows: int, case: Case) -> Storage:
-    numbers = torch.zeros(rows * case.num_columns, dtype=case.dtype, requires_grad=True)
+    if case.optimizer is None:
+        return Storage([zeros(rows, case.num_columns) for _ in range(case.num_features)])
     return Storage(
-        [numbers],
+        [zeros(case.num_features * rows * case.num_columns)],
         case.optimizer,
-        torch.zeros(rows * _states(case)),
+        torch.zeros(case.num_features * rows * states),
         rounding_seed=(lambda: 7) if case.dtype == torch.float16 else None,
     )
 
@@ -172,6 +180,7 @@ def _read(name: str, num_programs: int, compiled: Any) -> Launch:
         registers=int(found[1]),
         spilled=int(found[2]) + int(found[3]),
         shared=compiled.metadata.shared,
+        barriers=compiled.asm["ttir"].count("barrier"),
         instructions=len(operations),
         longest_loop=_longest_loop(code),
         loads=_widths(operations, "LDG"),
@@ -204,7 +213,11 @@ def modelled_bytes(case: Case, num_ids: int) -> list[int]:
         offset + key + large_key + row + vector,  # compose
         walk + key + large_key + row + 2 * piece,  # sum_runs of the small partition
         key + piece,  # join_runs
-        walk + key + large_key + 2 * row + 2 * 4 * _states(case),  # sum_runs of the large partition, which updates rows
+        walk
+        + key
+        + large_key
+        + 2 * row
+        + 2 * 4 * num_states(case.optimizer, case.num_columns),  # sum_runs of the large partition, which updates rows
         large_key / 4,  # join_runs
         0,  # update_rows, of the small partition
     ]
@@ -217,7 +230,7 @@ def modelled_instructions(launch: Launch, num_ids: int) -> int:
     of_warp = launch.instructions + (walked - 1) * launch.longest_loop
     programs = launch.num_programs  # of update_rows, as many as the small partition's rows need
     if launch.kernel != "update_rows":
-        programs = round(programs * num_ids / (NUM_FEATURES * NUM_BAGS))
+        programs = round(programs * num_ids / (Case().num_features * NUM_BAGS))
     return of_warp * launch.num_warps * programs
 
 
@@ -244,7 +257,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "| rows | kernel | registers | spilled | instructions | loads: 128 bits / all | stores: 128 bits / all "
         "| us: bytes | us: instructions | share of bandwidth |\n|---|---|---|---|---|---|---|---|---|---|"
     )
-    num_ids = NUM_FEATURES * options.rows
+    num_ids = Case().num_features * options.rows
     for dtype in (torch.float32, torch.float16):
         for columns in options.columns:
             case, totals = Case(num_columns=columns, dtype=dtype), [0.0, 0.0]

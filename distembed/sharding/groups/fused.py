@@ -168,9 +168,10 @@ class FusedGroup(Group):
         if device_kind == "cuda":
             stacked = load.replicated_vector_bytes if load.stacks else 0
             num_keys = [sum(table_rows) for table_rows in zip(*num_rows.values(), strict=True)]
-            update = update_bytes(load.num_ids, num_keys, load.dims) + load.output_bytes
-            saved = saved_bytes(load.num_ids, num_keys)
-            return LookupMemory(saved + stacked, forward_bytes=0, backward_bytes=0, update_bytes=update)
+            # a backward pass holds keys, owners and stacked rows to its end
+            held = saved_bytes(load.num_ids, num_keys) + stacked
+            update = held + update_bytes(load.num_ids, num_keys, load.dims) + load.output_bytes
+            return LookupMemory(held, forward_bytes=saved, backward_bytes=0, update_bytes=update)
         table_bytes = sorted((_update_bytes(load, num_rows[table], num_ids[table]) for table in num_ids), reverse=True)
         # the gradient of the vectors lives until all rows are updated
         update = sum(table_bytes[: load.num_threads]) + load.output_bytes
