@@ -59,7 +59,7 @@ class InterpretedLookup:
         self, formula: Formula, parts: Sequence[Sequence[TablePart]], tables: Sequence[int], storages: Sequence[Storage]
     ) -> None:
         assert os.environ["TRITON_INTERPRET"] == "1"
-        self._lookup = TritonLookup(formula, parts, tables, storages)
+        self.lookup = TritonLookup(formula, parts, tables, storages)
 
     def __call__(
         self,
@@ -71,4 +71,4 @@ class InterpretedLookup:
     ) -> Tensor:
         if counts is not None:  # one bag of each feature
             offsets = torch.tensor([0, *accumulate(counts)])
-        return self._lookup(ids, offsets, weights, storages)
+        return self.lookup(ids, offsets, weights, storages)
