@@ -14,6 +14,6 @@ _import = imports_on_demand(__name__)
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a public name when it is first asked for, without what TorchRec logs on its import."""
+    """Imports a public name when it is first asked for, without the lines that TorchRec logs on its import."""
     with silenced_loggers():
         return _import(name)

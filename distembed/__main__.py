@@ -1,4 +1,4 @@
-"""``python -m distembed``, which is what ``torch.distributed.run`` starts."""
+"""``python -m distembed``, which ``torch.distributed.run`` starts."""
 
 from distembed.commands.cli import main
 

@@ -385,7 +385,7 @@ class CompositionalEmbeddingConfig:
 
     @property
     def memory_bytes(self) -> int:
-        """The bytes of all parameters, stored rows of ids and identities: what serving keeps, without states."""
+        """The bytes of all parameters, stored rows of ids and identities, which serving keeps, without states."""
         return sum(part.num_bytes for part in self.partition_tables()) + self.state_bytes
 
     @property

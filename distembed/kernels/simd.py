@@ -109,7 +109,7 @@ def round_half_at_random(typing_context: Any, vector: Any, random: Any, column: 
     """Rounds to float16 numbers at random, up or down, so that the mean of the rounded numbers is the value.
 
     The random bits are MurmurHash3's finalizer of the lane's column and the 64 bits ``random``. They are equal for
-    equal arguments, whatever the lanes of a vector.
+    equal arguments, for any number of lanes.
     """
     # float32 has 13 more bits of mantissa than float16: a random number of 13 bits is added to the magnitude, and the
     # lowest 13 bits are cut off. Below 2 ** -14 float16 has steps of 2 ** -24, as it has from 2 ** -14 to 2 ** -13:

@@ -292,7 +292,7 @@ def join_runs(
 ):
     """Finishes the runs that begin in this program's chunks and continue in later ones.
 
-    A program has ``JOINED_CHUNKS`` chunks; most have no such run, which one look at all of them shows. For a run, adds
+    A program has ``JOINED_CHUNKS`` chunks; one look at all of them shows that most have none. For a run, adds
     its tail and the heads of all following chunks that begin with its key, ``LANES`` chunks at a time.
     """
     first_chunk = tl.program_id(0).to(tl.int64) * JOINED_CHUNKS

@@ -5,7 +5,7 @@ An expert is a network over the vectors x of all features. Label k has a gate, w
 
     logit_k = tower_k(sum_i softmax(W_k x)_i E_i(x))
 
-PLE gives each label experts of its own too, which its gate alone sees beside the shared ones, and stacks such levels
+PLE gives each label experts of its own too, which its gate alone sees beside the shared ones, and stacks these levels
 (section 4). Of two labels A and B::
 
     inputs of a level     experts         gate of A mixes     shared gate mixes     gate of B mixes

@@ -104,7 +104,7 @@ def slice_table(
 def partition_slices(table: CompositionalEmbeddingConfig, start: int, stop: int) -> list[PartitionSlice]:
     """Returns the partitions' columns that contribute to columns ``[start, stop)`` of the output.
 
-    Where a path composes them, every output column depends on all columns of every partition: such a table cannot be
+    Where a path composes them, every output column depends on all columns of every partition: this table cannot be
     divided by columns, and less than all of them is a UserError.
     """
     parts = table.partition_tables()

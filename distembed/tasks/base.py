@@ -177,7 +177,7 @@ class Task(ABC):
         raise UserError(f"{type(self).__name__} does not say which number is predicted of a row; define its score().")
 
     def rows_of_scores(self, scores: npt.NDArray[np.float32]) -> Rows:
-        """Returns the outputs that metrics are computed from, given what :meth:`score` returns of all rows.
+        """Returns the outputs that metrics are computed from, given the values that :meth:`score` returns of all rows.
 
         Raises:
             UserError: The task predicts no number.

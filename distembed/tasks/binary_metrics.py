@@ -168,8 +168,8 @@ def _count_pairs(
     """Counts the pairs by group; ``order``, not empty, sorts rows by group, then by score.
 
     Rows of one group and score form a run. The negative rows below a run (``behind``) are the negative rows of all
-    earlier runs, less those of earlier groups. Each positive row is ordered with them, and half with the negative rows
-    of its own run. Without weights all sums are whole and half numbers, and exact.
+    earlier runs, less the rows of earlier groups. Each positive row is ordered with them, and half with the negative
+    rows of its own run. Without weights all sums are whole and half numbers, and exact.
     """
     scores, is_positive = scores[order], labels[order] > 0.5
     begins_group = np.zeros(len(order), dtype=bool)

@@ -23,7 +23,7 @@ from distembed.tasks.ranking_metrics import RankingMetrics
 RECOMMENDATIONS = ("users", "best", "best_scores")
 """Names of the outputs of :func:`recommendations`."""
 RELEVANT, EXCLUDED = "relevant", "excluded"
-"""Names of an evaluation batch's fields: each row's items that should rank high, and those that are not ranked."""
+"""Names of an evaluation batch's fields: each row's items that should rank high, and its items that are not ranked."""
 HAS_NEGATIVES = "has_negatives"
 """Name of the field of a training batch, one boolean a row or target: whether there is a negative for its user."""
 _MOST_NAMED = 3

@@ -1,7 +1,7 @@
 """Evicts managed ids between two steps, and starts the rows of evicted ids again where no other slot shares them.
 
 An id that gets a slot finds the slot's rows. A row of one slot alone is *private*: it starts again, from its initial
-values and first optimizer states, unless ``eviction.reset`` is off. A row that other slots share, such as all rows of a
+values and first optimizer states, unless ``eviction.reset`` is off. A row that other slots share, as all rows of a
 quotient-remainder table, is kept, since it is trained for the ids in the other slots too.
 
 An eviction is part of its step: no batch is in flight, and a checkpoint of the step is made afterwards.

@@ -1,7 +1,7 @@
 """Collects the outputs of an evaluation that a task's metrics take, batch after batch, and gathers them from all ranks.
 
 Outputs for predictions alone, such as scores of recommended items, are dropped. Of an output whose distinct ids are
-enough, such as recommended items for the coverage, each rank stores one boolean for each id, whatever the number of
+enough, such as recommended items for the coverage, each rank stores one boolean for each id, for any number of
 rows; rank 0 gets the union.
 """
 

@@ -74,7 +74,7 @@ class MetricsWindow:
         self.sums = _added(self.sums, sums)
 
     def add_periods(self, periods: StepPeriods) -> StepPeriods:
-        """Adds a step's numbers of rows by period; returns the step's periods without those beyond the most."""
+        """Adds a step's numbers of rows by period; returns the step's periods, without periods beyond the most."""
         for number, count in periods.num_rows.items():
             if number in self.period_rows or len(self.period_rows) < MOST_PERIODS:
                 self.period_rows[number] = self.period_rows.get(number, 0) + count

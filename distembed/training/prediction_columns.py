@@ -57,7 +57,7 @@ class PredictionColumns:
 def recommended_values(dataset: str | os.PathLike[str], task: Task) -> dict[str, pa.Array]:
     """Returns the raw values of users and items by their ids, as far as a dataset has vocabularies of them.
 
-    The keys are ``user`` and ``item``, whatever the task's features of them are named.
+    The keys are ``user`` and ``item``, for any names of the task's features.
     """
     folder, manifest = Path(dataset), Manifest.load(dataset)
     return {

@@ -124,7 +124,7 @@ class TrainingLog:
             raise keep_batch(self._config, self._ranks, self._folder.path, step - steps_ago, loss)
 
     def write(self, step: int, learning_rate: float) -> None:
-        """Records and shows the line of the steps since the last line, of which ``step`` is the last.
+        """Records and shows the line of the steps since the last line; ``step`` is the last of them.
 
         All ranks call it. Refuses losses that are not finite, and too many unreadable row groups.
         """

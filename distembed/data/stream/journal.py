@@ -4,7 +4,7 @@ A piece is recorded before its rows are read. So a run that was killed reads the
 further pieces have arrived since, and a checkpoint's position is the number of a piece and of a row.
 
 Pieces that no checkpoint needs any more are dropped, ten thousand or more at once, where few of them tell the source
-what has been read. A topic's pieces do; a folder's do not, and its journal keeps the name of each file::
+which rows it has read. A topic's pieces do; a folder's do not, and its journal keeps the name of each file::
 
     {"dropped": 20000, "summary": [{"partition": 0, ..}, {"partition": 1, ..}]}     the last ones of each partition
     {"partition": 0, ..}                                                            piece 20000
@@ -32,7 +32,7 @@ class Journal:
     Attributes:
         first: Number of the first piece of ``pieces``.
         pieces: The pieces from there on.
-        summary: Pieces that tell a source what was before them.
+        summary: Pieces that tell a source which rows came before them.
     """
 
     def __init__(self, folder: Path) -> None:

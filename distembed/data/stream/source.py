@@ -76,7 +76,7 @@ class StreamSource(Protocol):
         """
 
     def summary(self, pieces: Sequence[Piece]) -> Sequence[Piece]:
-        """Returns pieces, few where that is possible, of which :meth:`restore` learns as much as of all these."""
+        """Returns pieces, few where that is possible, that tell :meth:`restore` as much as all these pieces do."""
 
     def blocks(self, piece: Piece, part: int = 0) -> Iterator[tuple[int, ParsedBlock] | None]:
         """Yields the rows of a piece, equal whenever they are read; None after a second in which none came.

@@ -251,7 +251,7 @@ def _change(file: str, weight: _Weight, saved: SavedWeights) -> RowChange | None
 
 
 def _changed_piece(weight: _Weight, saved: SavedWeights, first: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the changed rows among those from ``first`` on, and their tensors."""
+    """Returns the changed rows among a piece's rows from ``first`` on, and their tensors."""
     tensors = weight.read(first, min(first + _ROWS_AT_ONCE, weight.num_rows))
     is_changed = torch.zeros(min(_ROWS_AT_ONCE, weight.num_rows - first), dtype=torch.bool)
     for name, tensor in tensors.items():

@@ -195,7 +195,7 @@ class VersionFollower:
         return None
 
     def _versions(self) -> list[Version]:
-        """Returns the versions in the folder; reads the files of those folders that changed since the last call."""
+        """Returns the versions in the folder; reads the files of folders that changed since the last call."""
         folders = dict.fromkeys(version_folders(self._folder))
         for kept in (self._known, self._tried, self._retry_at):
             for gone in kept.keys() - folders.keys():

@@ -178,7 +178,7 @@ def _cumulative_units(weights: Float[Tensor, " items"], num_users: int) -> Int64
 def _first_of_uniform(cumulative: Int64[Tensor, " items_plus_1"]) -> int | None:
     """Returns the first item with a weight if the weights are 0 ... 0 1 ... 1; else None.
 
-    With such weights the number u stands for the item ``first + u``, and no search is needed.
+    With these weights the number u stands for the item ``first + u``, and no search is needed.
     """
     first = len(cumulative) - 1 - int(cumulative[-1])
     is_uniform = first >= 0 and int(cumulative[first]) == 0 and bool((cumulative[first:].diff() == 1).all())

@@ -42,7 +42,7 @@ class RankRows:
 
     @classmethod
     def of(cls, count: int, device: torch.device, share: SharedItems) -> "RankRows":
-        """Exchanges the ranks' numbers of rows, of which ``count`` is this rank's; all ranks call it."""
+        """Exchanges the ranks' numbers of rows; ``count`` is this rank's. All ranks call it."""
         group = share.group
         if group is None:
             return cls([count] * share.world_size, None)

@@ -179,7 +179,7 @@ def _disk_is_full(folder: Path, error: Exception) -> str:
 
 
 def _metrics_until(path: Path, step: int, without_its_evaluations: bool) -> list[str]:
-    """Returns the lines of metrics of steps up to and including ``step``, of which damaged lines are left out.
+    """Returns the lines of metrics of steps up to and including ``step``, without damaged lines.
 
     ``without_its_evaluations`` leaves out the evaluations at ``step`` itself. A killed run may have come further than
     the checkpoint that it resumes from, or have left half a line.
