@@ -3,6 +3,8 @@
 import json
 import os
 import random
+import re
+import resource
 import shutil
 import signal
 import socket
@@ -278,6 +280,37 @@ def test_a_broker_that_stays_silent_ends_a_run_after_a_checkpoint(
     follow(config, source, tmp_path / "run", "--resume")
     follow(config, source, tmp_path / "whole")
     require_equal(tmp_path / "run", tmp_path / "whole")
+
+
+def test_a_full_disk_ends_a_run_and_costs_no_row(config: Path, tmp_path: Path) -> None:
+    source, run, rows = tmp_path / "rows", tmp_path / "run", draw_rows(2000)
+    write_files(source, rows[:200], 1)
+    (process,) = start_run(1, config, source, run)
+    wait_for_steps(run, [process], 3)
+    while not (blocks := run / "checkpoints/step-00000002/rank-0.blocks").exists():
+        time.sleep(0.02)
+    most = blocks.stat().st_size - 1  # larger than all other files
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (most, most))
+    write_file(source / "part-1.parquet", rows[200:])
+    process.join()
+    assert process.exitcode == 1
+    said = (tmp_path / "errors").read_text()
+    assert re.search(r"step-\d+ could not be written .*--resume", " ".join(said.split())), said
+    follow(config, source, run, "--resume")
+    follow(config, source, tmp_path / "whole")
+    require_equal(run, tmp_path / "whole")
+    steps = [(line["step"], line["samples"]) for line in metrics(run, "train")]
+    assert steps == [(line["step"], line["samples"]) for line in metrics(tmp_path / "whole", "train")]
+
+
+def test_a_journal_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+    found = Journal(tmp_path)
+    (tmp_path / "stream.jsonl").symlink_to("/dev/full")
+    with pytest.raises(
+        TemporaryFailure, match="stream.jsonl cannot be written: No space left.*make room, and --resume"
+    ):
+        found.add([{"file": "a"}])
+    assert found.pieces == []
 
 
 class Arriving(threading.Thread):
