@@ -10,7 +10,7 @@ import pytest
 
 import distembed.serving.export
 from tests.criteo_runs import criteo_run
-from tests.small_runs import distembed as command
+from tests.in_process import in_this_process as command
 
 README = Path(distembed.serving.export.__file__).with_name("README.md")
 
