@@ -4,8 +4,8 @@ Rank 0 finds, reads and decodes the rows in a thread, ahead of the steps, and se
 there are no rows, or the source is slow to answer, it sends a message without rows twice a second: no rank waits long
 in a collective, and a signal is answered.
 
-Trade-off: one process reads and decodes, at about a hundred thousand rows a second; a checkpoint holds one position,
-which any number of ranks resumes from.
+Trade-off: one process reads and decodes, 90,000 to 300,000 rows a second of 40 columns; a checkpoint holds one
+position, which any number of ranks resumes from.
 """
 
 from __future__ import annotations
