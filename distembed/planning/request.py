@@ -184,13 +184,24 @@ class PlanRequest:
     def host_bytes(self) -> Floats:
         """Bytes of host memory, besides CUDA devices, that a plan may fill, by rank; 0 where it is unknown."""
         total_bytes = np.array(self.cluster.host_bytes_by_rank, np.float64)
-        return np.where(total_bytes > 0, total_bytes - self._managed_bytes[0], 0.0)
+        return np.where(total_bytes > 0, total_bytes - self.managed_host_bytes, 0.0)
 
     @cached_property
     def managed_bytes(self) -> Floats:
         """Bytes of managed ids on the device, by rank, which no plan changes; on a GPU the copy of evaluations."""
         in_training, copied = self._managed_bytes
         return copied if self.cluster.device.kind == "cuda" else in_training + copied
+
+    @cached_property
+    def managed_names(self) -> list[str]:
+        """Names of the tables with managed ids, the one with the most bytes first."""
+        sizes = [table.managed.sizes for table in self.tables if table.managed is not None]
+        return [own.name for own in sorted(sizes, key=lambda own: -own.memory_bytes)]
+
+    @property
+    def managed_host_bytes(self) -> Floats:
+        """Bytes of managed ids in host memory besides CUDA devices, by rank; 0 on CPUs, which hold them."""
+        return self._managed_bytes[0] * (self.cluster.device.kind == "cuda")
 
     @cached_property
     def _managed_bytes(self) -> Floats:

@@ -169,12 +169,24 @@ class _Search:
 
     def __init__(self, request: PlanRequest) -> None:
         self._request, world_size = request, request.cluster.world_size
-        beside, capacity = request.workload.bytes_beside_tables(world_size), min(request.plannable_bytes)
+        fullest = int(request.plannable_bytes.argmin())
+        managed = int(request.managed_bytes[fullest])
+        beside = {**request.workload.bytes_beside_tables(world_size), "managed_ids": managed}
+        capacity = request.plannable_bytes[fullest] + managed
         if sum(beside.values()) > capacity:
             items = ", ".join(f"{name} {num_bytes:,}" for name, num_bytes in beside.items() if num_bytes)
             raise InsufficientMemory(
-                f"No plan fits: besides tables each rank needs {sum(beside.values()):,} bytes ({items}); it has "
-                f"{capacity:,.0f}. Take fewer rows a step (train.batch_size of a config), or larger devices."
+                f"No plan fits: besides tables {f'rank {fullest}' if managed else 'each rank'} needs "
+                f"{sum(beside.values()):,} bytes ({items}); it has {capacity:,.0f}. "
+                f"{_managed_remedy(request) if managed else ''}Take fewer rows a step (train.batch_size of a config), "
+                "or larger devices."
+            )
+        fullest = int(request.host_bytes.argmin())
+        if request.host_bytes[fullest] < 0:
+            needed, has = request.managed_host_bytes[fullest], request.cluster.host_bytes_by_rank[fullest]
+            raise InsufficientMemory(
+                f"No plan fits: the managed ids of rank {fullest} need {needed:,.0f} bytes of host memory; it has "
+                f"{has:,}. {_managed_remedy(request)}Use machines with more host memory, or more machines."
             )
         self._costs = PlacementCosts(request)
         self._tables = TableProblem(request, self._costs)
@@ -239,7 +251,7 @@ class _Search:
                 raise InsufficientMemory(
                     f"The embedding tables do not fit in the memory of {world_size} rank(s): "
                     f"{' with '.join(names)} needs {needed_by_one:,.0f} bytes of one rank at least, with its "
-                    f"optimizer, and {pinned} has {most:,.0f} bytes for tables.\n{_remedy(ranks)}"
+                    f"optimizer, and {pinned} has {most:,.0f} bytes for tables.\n{_remedy(self._request, ranks)}"
                 )
         for ranks in (*filter(None, needed), ()):
             # tables pinned to a subset of these ranks have no other place
@@ -252,7 +264,7 @@ class _Search:
                 raise InsufficientMemory(
                     f"The embedding tables{pinned} do not fit in the memory of {len(left)} rank(s): with their "
                     f"optimizer they take {least:,.0f} bytes, and {room} are left for them of "
-                    f"{self._request.cluster.rank_bytes:,} a rank.\n{_remedy(ranks)}"
+                    f"{self._request.cluster.rank_bytes:,} a rank.\n{_remedy(self._request, ranks)}"
                 )
 
     def _fitting(self) -> Solution | None:
@@ -381,9 +393,15 @@ class CountedMemory:
         return max(float(excess.max()), float(host)), capacity
 
 
-def _remedy(ranks: Sequence[int]) -> str:
+def _managed_remedy(request: PlanRequest) -> str:
+    name = request.managed_names[0]
+    return f"Lower embedding.tables.{name}.ids.size or ids.admission.candidates (managed ids of table {name!r}). "
+
+
+def _remedy(request: PlanRequest, ranks: Sequence[int]) -> str:
+    managed = _managed_remedy(request) if request.managed_names else ""
     pins = "Pin tables to more ranks (plan.tables.NAME.ranks). " if ranks else ""
-    return pins + (
+    return f"{pins}{managed}" + (
         "Compress tables further (embedding.default.collisions of a config), make vectors shorter "
         "(embedding.default.embedding_dim), or use more ranks."
     )

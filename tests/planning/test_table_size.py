@@ -1,6 +1,8 @@
 """Bytes to serve and to train tables: described, planned, and allocated by a run, to the byte."""
 
+import re
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from distembed.base.ranks import Ranks
 from distembed.planning.devices import Cluster, find_device
-from distembed.reports.plan.assessment import assess_capacity
+from distembed.reports.plan.assessment import Assessment, assess_capacity
 from distembed.reports.plan.report import assessment_as_json
 from distembed.training.build import Blueprint, TrainingState, build_training_state
 from distembed.training.config import load_config
@@ -142,6 +144,31 @@ def check_managed(rank: int, world_size: int, path: Path) -> None:
     on_gpus = assess_capacity(config, Cluster(find_device("h100-80gb"), 1, world_size, host_memory_bytes=2**30))
     assert on_gpus.ranks[rank].memory["managed_ids"] == found - training
     assert on_gpus.ranks[rank].host_capacity_bytes == 2**30 // world_size - training
+
+
+@pytest.mark.parametrize("device", ["cpu-256gb", "h100-80gb"])
+def test_managed_ids_without_room_are_an_item_of_the_need(device: str, tmp_path: Path) -> None:
+    values = config_values(write_dataset(tmp_path / "dataset"))
+    ids = {"size": 1_500_000_000, "admission": {"candidates": 1000}}
+    values["embedding"]["tables"] = {"C2": {"ids": {"size": 40}}, "C3": {"ids": ids}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
+    config, is_cpu = load_config(tmp_path / "config.yaml"), device.startswith("cpu")
+    memory_bytes = 2**35 if is_cpu else 2**40
+
+    def assessed(host_memory: int) -> Assessment:
+        return assess_capacity(
+            config, Cluster(replace(find_device(device), memory_bytes=memory_bytes), 1, 2, host_memory)
+        )
+
+    # half of 64 buckets on each rank: 16 bytes an entry, 4 bytes a place of its hash table, 16 bytes a slot to evaluate
+    slots, candidates = (1_500_000_000 - 2) // 64, 16
+    needed = 32 * ((slots + candidates) * 16 + 2 ** int(np.ceil(np.log2(2 * slots + 32))) * 4 + 16 * slots * is_cpu)
+    said = assessed(2**33).planner_error
+    (found,) = re.findall(r"managed_ids ([\d,]+)" if is_cpu else r"need ([\d,]+) bytes of host memory", said)
+    assert int(found.replace(",", "")) == pytest.approx(needed, rel=1e-6)  # C2 takes little more
+    assert "embedding.tables.C3.ids.size or ids.admission.candidates" in said and not re.search(r"-\d", said)
+    if not is_cpu:
+        assert f"up to {needed / 2**30:.2f} GiB of host memory on each rank" in " ".join(assessed(0).notes)
 
 
 @pytest.mark.thorough

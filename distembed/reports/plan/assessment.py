@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from torchrec.distributed.types import ShardingPlan, ShardingType
 
 from distembed.base.errors import RunError, UserError
-from distembed.base.units import enumerate_names
+from distembed.base.units import enumerate_names, format_bytes
 from distembed.embedding.collections import embedding_modules, table_configs
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.optim.kinds import OPTIMIZERS
@@ -60,7 +60,7 @@ class Assessment:
     plan: ShardingPlan | None
     planner_error: str  # why the planner finds no plan; empty where it finds one
     plan_inputs: PlanInputs  # written into a saved plan, and compared when a run applies it
-    managed_bytes: int = 0  # of managed ids on the devices of all ranks together
+    managed_bytes: tuple[int, ...] = ()  # of managed ids on the device of each rank; empty where there are none
     notes: tuple[str, ...] = ()  # sentences for the reader
     lower_bound_ms: float | None = None  # of the slowest rank's step; no plan that fits goes below it
     is_search_complete: bool = True  # else the search was stopped after its last allowed try
@@ -94,15 +94,20 @@ class Assessment:
     @property
     def bytes_beside_tables(self) -> dict[str, int]:
         """Bytes, by item, that each rank needs without any tables, lookups and exchanges."""
-        return {**self.workload.bytes_beside_tables(self.cluster.world_size), "allocator": self.allocator_bytes}
+        beside = self.workload.bytes_beside_tables(self.cluster.world_size)
+        managed = {"managed_ids": max(self.managed_bytes)} if self.managed_bytes else {}
+        return {**beside, **managed, "allocator": self.allocator_bytes}
 
     @property
     def bytes_left_for_tables(self) -> int:
-        """Bytes of all ranks together that :attr:`bytes_beside_tables` and managed ids leave."""
+        """Bytes of all ranks together that :attr:`bytes_beside_tables` leaves."""
         beside = sum(self.workload.bytes_beside_tables(self.cluster.world_size).values())
         memory = self.cluster.bytes_by_rank
-        left = sum(max(0, num_bytes - round(self.reserve * num_bytes) - beside) for num_bytes in memory)
-        return max(0, left - self.managed_bytes)
+        managed = self.managed_bytes or (0,) * len(memory)
+        return sum(
+            max(0, num_bytes - round(self.reserve * num_bytes) - beside - own)
+            for num_bytes, own in zip(memory, managed, strict=True)
+        )
 
 
 def assess_capacity(config: Config, cluster: Cluster) -> Assessment:
@@ -129,7 +134,7 @@ def assess(plannable: Plannable, cluster: Cluster) -> Assessment:
         notes = to_plan.notes
     else:
         tables = [_placed_table(request, planned, placement) for placement in planned.placements]
-        notes = [*_notes(request.table_optimizers.sparse, planned.placements), *to_plan.notes]
+        notes = [*_notes(request.table_optimizers.sparse, planned.placements), *to_plan.notes, *_managed_notes(request)]
     return Assessment(
         cluster=cluster,
         workload=request.workload,
@@ -139,7 +144,7 @@ def assess(plannable: Plannable, cluster: Cluster) -> Assessment:
         plan=None if planned is None else planned.plan,
         planner_error=planner_error,
         plan_inputs=to_plan.plan_inputs,
-        managed_bytes=int(request.managed_bytes.sum()),
+        managed_bytes=tuple(map(int, request.managed_bytes)) if request.managed_names else (),
         notes=tuple(notes),
         lower_bound_ms=None if planned is None else planned.lower_bound_ms,
         is_search_complete=planned is None or planned.is_complete,
@@ -195,6 +200,20 @@ def _column_ranges(placement: Placement) -> tuple[tuple[int, int], ...]:
         return ()
     shards = placement.unit.sharding_spec.shards
     return tuple((shard.shard_offsets[1], shard.shard_offsets[1] + shard.shard_sizes[1]) for shard in shards)
+
+
+def _managed_notes(request: PlanRequest) -> list[str]:
+    """Returns notes on managed ids: their time, and their bytes of host memory where its size is not known."""
+    if not request.managed_names:
+        return []
+    notes = ["the time in which managed ids get slots, and the time of evictions, are not estimated"]
+    host_bytes = int(request.managed_host_bytes.max())
+    if host_bytes and not all(request.cluster.host_bytes_by_rank):
+        notes.append(
+            f"managed ids take up to {format_bytes(host_bytes)} of host memory on each rank while training, and the "
+            "size of host memory is not known: add --host-memory SIZE of a machine, such as --host-memory 1TiB"
+        )
+    return notes
 
 
 def _notes(sparse_optimizer: str, placements: Sequence[Placement]) -> list[str]:

@@ -394,16 +394,17 @@ def shortage_lines(assessment: Assessment) -> list[str]:
     beside, capacity = assessment.bytes_beside_tables, assessment.cluster.rank_bytes
     by_size = sorted(beside.items(), key=lambda item: -item[1])
     items = ", ".join(f"{name.replace('_', ' ')} {format_bytes(count)}" for name, count in by_size if count)
-    if (num_bytes := sum(beside.values())) > capacity:
-        # the networks' step alone does not fit: the planner's error about tables would mislead
-        return [
-            f"without any tables each rank needs {format_bytes(num_bytes)}, {format_bytes(num_bytes - capacity)} more "
-            f"than it has: {items}"
-        ]
     reason = assessment.planner_error.strip()
     if len(reason) > _MAX_REASON_CHARACTERS:
         reason = reason.splitlines()[0]
     planner = [f"the planner: {' '.join(reason.split())}"] if reason else []
+    if (num_bytes := sum(beside.values())) > capacity:
+        # the networks' step alone does not fit: the planner's error about tables would mislead
+        return [
+            f"without any tables each rank needs {format_bytes(num_bytes)}, {format_bytes(num_bytes - capacity)} more "
+            f"than it has: {items}",
+            *(planner if assessment.managed_bytes else []),  # which names the settings of managed ids
+        ]
     world_size, needed = assessment.cluster.world_size, assessment.one_copy
     largest = max(assessment.tables, key=lambda table: table.one_copy.total)
     host_bytes = assessment.cluster.host_bytes_per_rank * world_size
