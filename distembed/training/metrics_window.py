@@ -23,7 +23,7 @@ from distembed.data.dataset.periods import MOST_PERIODS, StepPeriods
 from distembed.sse import take_counts
 from distembed.tasks.base import Outputs, Sums, Task
 from distembed.training.managed_ids import managed_tables
-from distembed.training.period_metrics import PERIOD_TOTALS
+from distembed.training.period_metrics import PERIOD_TOTALS, period_sums
 
 _LOSS, _SUM, _CUMULATIVE = "loss", "sum:", "cumulative"
 _REPLACED, _SLOTS = "replaced", "slot"  # kinds of counts, before a colon and the name of a table
@@ -73,13 +73,24 @@ class MetricsWindow:
         self.loss = weighted if self.loss is None else self.loss + weighted
         self.sums = _added(self.sums, sums)
 
-    def add_periods(self, periods: StepPeriods) -> StepPeriods:
-        """Adds a step's numbers of rows by period; returns the step's periods, without periods beyond the most."""
-        for number, count in periods.num_rows.items():
-            if number in self.period_rows or len(self.period_rows) < MOST_PERIODS:
-                self.period_rows[number] = self.period_rows.get(number, 0) + count
-        known = {number: count for number, count in periods.num_rows.items() if number in self.period_rows}
-        return StepPeriods(periods.of_rows, known)
+    def has_room(self, periods: StepPeriods) -> bool:
+        """Returns whether a step's periods fit beside those of earlier steps; else :meth:`take_periods` makes room."""
+        return len(self.period_rows.keys() | periods.num_rows.keys()) <= MOST_PERIODS
+
+    def add_periods(self, periods: StepPeriods) -> None:
+        """Adds a step's numbers of rows by period; the step's largest period becomes the last key."""
+        for number, count in reversed(list(periods.num_rows.items())):
+            self.period_rows[number] = self.period_rows.pop(number, 0) + count
+
+    def take_periods(self) -> tuple[dict[int, int], dict[str, Tensor]]:
+        """Moves the periods out of the window, and returns their rows on all ranks and their sums on this rank.
+
+        The names of sums and their order are equal on all ranks, also where a rank has no rows of a period.
+        """
+        num_rows, taken = self.period_rows, period_sums(self.sums, self.period_rows)
+        self.sums = {name: total for name, total in self.sums.items() if name not in taken}
+        self.period_rows = {}
+        return num_rows, taken
 
     def add_counts(self, counts: Mapping[str, Tensor]) -> None:
         """Adds :func:`id_counts`."""

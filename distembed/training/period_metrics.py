@@ -4,9 +4,10 @@ A step's sums are a task's :meth:`~distembed.tasks.base.Task.training_sums`, of 
 
     rows of the step      1st  1st  2nd  1st  2nd        sums of rows 0 1 3 for the 1st, of rows 2 4 for the 2nd
 
-They are added up beside the sums of all rows, under other names, and rank 0 keeps the totals. The line of a period is
-recorded when a row of a new period comes, and again, with all rows, where later rows came for it. At most 32 periods
-are kept: the one without rows for the longest time is closed, and later rows of it are left out.
+They are added up beside the sums of all rows, under other names. With a line of training metrics, and before a 33rd
+period since then, they are moved to rank 0's totals. The line of a period is recorded when a row of a new period has
+come, and again, with all rows, where later rows came for it. At most 32 periods are kept: the one without rows for the
+longest time is closed, and later rows of it are counted as rows without a period.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from distembed.tasks.base import Outputs, Task
 _PERIOD = "period:"
 PERIOD_TOTALS = "total period:"
 """Beginning of the names of rank 0's totals in checkpoints."""
+_MOST_CLOSED = 10_000  # closed periods that are remembered, those of the most rows: 13 months of hours
 
 
 def sums_by_period(task: Task, outputs: Outputs, sums: Outputs, periods: StepPeriods) -> dict[str, Tensor]:
@@ -50,13 +52,11 @@ def sums_by_period(task: Task, outputs: Outputs, sums: Outputs, periods: StepPer
     return named
 
 
-def with_all_periods(sums: Mapping[str, Tensor], numbers: Iterable[int]) -> dict[str, Tensor]:
-    """Returns sums with 0 for periods that are missing on this rank: names and their order are equal on all ranks."""
+def period_sums(sums: Mapping[str, Tensor], numbers: Iterable[int]) -> dict[str, Tensor]:
+    """Returns the sums of periods, 0 where this rank lacks one: names and their order are equal on all ranks."""
     whole = {name: total for name, total in sums.items() if not name.startswith(_PERIOD)}
-    for number in sorted(numbers):
-        names = {f"{_PERIOD}{number}:{name}": total for name, total in sums.items() if not name.startswith(_PERIOD)}
-        whole |= {name: sums.get(name, torch.zeros_like(total)) for name, total in names.items()}
-    return whole
+    names = {f"{_PERIOD}{number}:{name}": total for number in sorted(numbers) for name, total in whole.items()}
+    return {name: sums.get(name, torch.zeros_like(total)) for name, total in names.items()}
 
 
 class PeriodMetrics:
@@ -64,14 +64,19 @@ class PeriodMetrics:
 
     Args:
         kind: The periods.
+
+    Attributes:
+        rows_without_period: Number of rows that no period counts: of closed periods, and of periods beyond a step's
+            32 largest.
     """
 
     def __init__(self, kind: PeriodKind) -> None:
         self._kind: PeriodKind = kind
+        self.rows_without_period = 0
         self._totals: dict[int, dict[str, Any]] = {}  # the period with the latest rows is the last
         self._num_rows: dict[int, int] = {}
         self._changed: set[int] = set()  # since their last lines
-        self._closed: set[int] = set()
+        self._closed: dict[int, int] = {}  # rows by period
 
     def add(self, task: Task, num_rows: Mapping[int, int], sums: dict[str, Any]) -> list[dict[str, Any]]:
         """Adds a window of steps: its rows by period, and sums, which lose the sums of periods.
@@ -84,6 +89,7 @@ class PeriodMetrics:
             prefix = f"{_PERIOD}{number}:"
             own = {name.removeprefix(prefix): sums.pop(name) for name in list(sums) if name.startswith(prefix)}
             if number in self._closed:
+                self.rows_without_period += count
                 continue
             if number not in self._totals:
                 opened.append(number)
@@ -95,8 +101,11 @@ class PeriodMetrics:
             return []
         lines = self.changed_lines(task, leave_out=max(opened))  # more rows of that one will come
         for number in list(self._totals)[:-MOST_PERIODS]:
-            del self._totals[number], self._num_rows[number]
-            self._closed.add(number)
+            del self._totals[number]
+            self._closed[number] = self._num_rows.pop(number)
+        if len(self._closed) > 2 * _MOST_CLOSED:  # wrong times close one period after another, of few rows each
+            largest = sorted(self._closed, key=self._closed.__getitem__, reverse=True)[:_MOST_CLOSED]
+            self._closed = {number: self._closed[number] for number in largest}
         return lines
 
     def changed_lines(self, task: Task, leave_out: int | None = None) -> list[dict[str, Any]]:
@@ -111,7 +120,12 @@ class PeriodMetrics:
     def to_json(self) -> dict[str, Any]:
         """Returns the counts for a checkpoint, in plain values."""
         num_rows = [[number, self._num_rows[number]] for number in self._totals]
-        return {"num_rows": num_rows, "changed": sorted(self._changed), "closed": sorted(self._closed)}
+        return {
+            "num_rows": num_rows,
+            "changed": sorted(self._changed),
+            "closed": list(self._closed.items()),
+            "rows_without_period": self.rows_without_period,
+        }
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the sums for a checkpoint, by name."""
@@ -124,7 +138,8 @@ class PeriodMetrics:
     def restore(self, values: Mapping[str, Any], tensors: Mapping[str, list[Tensor]]) -> None:
         """Takes the counts of a checkpoint, and the sums of the ranks that this rank takes over, by name."""
         self._num_rows = dict(values["num_rows"])
-        self._changed, self._closed = set(values["changed"]), set(values["closed"])
+        self._changed = set(values["changed"])
+        self._closed, self.rows_without_period = dict(values["closed"]), values["rows_without_period"]
         self._totals = {number: {} for number in self._num_rows}
         for key, (total, *_) in tensors.items():
             if key.startswith(PERIOD_TOTALS):

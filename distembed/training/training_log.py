@@ -26,7 +26,7 @@ from distembed.training.metrics_window import (
     id_counts,
     id_shares,
 )
-from distembed.training.period_metrics import PeriodMetrics, sums_by_period, with_all_periods
+from distembed.training.period_metrics import PeriodMetrics, sums_by_period
 from distembed.training.pipeline import gather_unreadable, keep_batch
 from distembed.training.run_folder.folder import RunFolder
 
@@ -102,12 +102,22 @@ class TrainingLog:
         return self._window.pause()
 
     def add_step(self, step: int, loss: Tensor, outputs: Outputs, rows: int, periods: StepPeriods | None) -> None:
-        """Adds step ``step``, of ``rows`` rows on all ranks; on a CPU refuses a loss that is not finite."""
+        """Adds step ``step``, of ``rows`` rows on all ranks; on a CPU refuses a loss that is not finite.
+
+        All ranks call it: the step may have more periods than the window has room for.
+        """
         self.samples += rows
         task = self._state.task
         sums = task.training_sums(outputs)
-        if periods is not None:
-            sums = {**sums, **sums_by_period(task, outputs, sums, self._window.add_periods(periods))}
+        if periods is not None and self._periods is not None:
+            if not self._window.has_room(periods):
+                num_rows, by_period = self._window.take_periods()
+                earlier = self._ranks.sum_all(by_period)
+                if self._ranks.is_first:
+                    self._write_periods(step, self._periods.add(task, num_rows, earlier))
+            self._window.add_periods(periods)
+            self._periods.rows_without_period += rows - sum(periods.num_rows.values())
+            sums = {**sums, **sums_by_period(task, outputs, sums, periods)}
         self._window.add(loss, sums, rows)
         # reading a GPU's tensor waits for its stream: losses on a GPU are checked once for each line of metrics
         if loss.device.type == "cpu":
@@ -137,8 +147,8 @@ class TrainingLog:
         shares = id_shares(window.counts, self._ranks)
         evicted = evicted_ids(self._state.model, self._ranks)
         assert window.loss is not None
-        window_sums = with_all_periods(window.sums, window.period_rows)
-        sums = self._ranks.sum_all({**window_sums, _LOSSES: window.loss})
+        period_rows, by_period = window.take_periods()
+        sums = self._ranks.sum_all({**window.sums, **by_period, _LOSSES: window.loss})
         seconds = window.seconds
         self._seconds += seconds
         self._window = MetricsWindow()
@@ -148,10 +158,12 @@ class TrainingLog:
         losses = float(sums.pop(_LOSSES)) / self._ranks.world_size
         task = self._state.task
         progressive: dict[str, Any] = {}
-        period_lines = [] if self._periods is None else self._periods.add(task, window.period_rows, sums)
+        period_lines = [] if self._periods is None else self._periods.add(task, period_rows, sums)
         if isinstance(self._reader, StreamReader):
             self._cumulative.add(losses, sums)
             progressive = self._cumulative.metrics(task, self.samples) | self._reader.counts
+        if self._periods is not None:
+            progressive["rows_without_period"] = self._periods.rows_without_period
         values: dict[str, Any] = {
             "epoch": (step - 1) // self._reader.batches_per_epoch,
             "samples": self.samples,

@@ -1,6 +1,7 @@
 """Metrics of a stream by day: those that scikit-learn computes of the rows of each day, on any ranks, after any end."""
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,7 +20,7 @@ from distembed.data.prepare.table import prepare_table
 from distembed.data.table.schema import TableSchema
 from distembed.tasks import ClickTask
 from distembed.training.metrics_window import MetricsWindow
-from distembed.training.period_metrics import PeriodMetrics, sums_by_period, with_all_periods
+from distembed.training.period_metrics import PeriodMetrics, sums_by_period
 from tests.small_runs import call, config_values, distembed, metrics, stopped_at
 from tests.training.stream_runs import SCHEMA, Row, draw_rows, write_file, write_files
 
@@ -82,6 +83,20 @@ def test_each_day_has_the_metrics_of_its_rows(config: Path, rows: list[Row], tmp
         assert line["calibration"] == pytest.approx(scores[own].sum() / labels[own].sum(), rel=1e-5)
     # late rows change the line of a day that has ended
     assert len(metrics(run, "period")) > NUM_DAYS
+    assert metrics(run, "train")[-1]["rows_without_period"] == 0
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.distributed)])
+def test_a_window_may_have_more_days_than_are_open(config: Path, tmp_path: Path, ranks: int) -> None:
+    days = np.sort(np.random.default_rng(6).integers(0, MOST_PERIODS + 20, 600))
+    rows = [{**row, "at": START + int(day) * DAY} for row, day in zip(draw_rows(600), days, strict=True)]
+    source, run = write_files(tmp_path / "rows", rows, 3), tmp_path / "run"
+    distembed("train", config, "--follow", source, *IDLE, "train.log_every=100", "--run-dir", run, ranks=ranks)
+    found = by_day(run)
+    assert {day: line["rows"] for day, line in found.items()} == Counter(map(day_of, rows))
+    (last,) = metrics(run, "train")
+    total = sum(line["rows"] * line["logloss"] for line in found.values())
+    assert last["cumulative_logloss"] == pytest.approx(total / 600, rel=1e-9) and last["rows_without_period"] == 0
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.distributed)])
@@ -151,6 +166,12 @@ def test_a_window_is_recorded_on_more_ranks_without_a_further_step(
     assert sum(day["rows"] * day["logloss"] for day in days) == pytest.approx(sum(losses), rel=1e-5)
 
 
+def moved(window: MetricsWindow, totals: PeriodMetrics) -> list[dict[str, Any]]:
+    """Moves a window's periods to the totals, and returns the lines that are due."""
+    num_rows, sums = window.take_periods()
+    return totals.add(ClickTask(), num_rows, {name: total.numpy() for name, total in sums.items()})
+
+
 def fed(steps: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]], log_every: int) -> dict[str, dict[str, Any]]:
     """Returns the last line of each day, given the logits, labels and days of each step's rows."""
     task, totals, window = ClickTask(), PeriodMetrics("day"), MetricsWindow()
@@ -158,31 +179,54 @@ def fed(steps: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]], log_every: i
     for number, (logits, labels, days) in enumerate(steps, start=1):
         outputs = {"logits": torch.from_numpy(logits), "labels": torch.from_numpy(labels)}
         sums = task.training_sums(outputs)
-        periods = window.add_periods(StepPeriods(days, rows_by_period(days)))
+        periods = StepPeriods(days, rows_by_period(days))
+        if is_full := not window.has_room(periods):
+            lines += moved(window, totals)
+        window.add_periods(periods)
         window.add(torch.zeros(()), {**sums, **sums_by_period(task, outputs, sums, periods)}, len(days))
         if number % log_every == 0 or number == len(steps):
-            whole = with_all_periods(window.sums, window.period_rows)
-            lines += totals.add(task, window.period_rows, {name: total.numpy() for name, total in whole.items()})
+            lines += moved(window, totals)
+            window = MetricsWindow()
+        if is_full or number % log_every == 0:
             saved = PeriodMetrics("day")
-            saved.restore(totals.to_json(), {name: [tensor] for name, tensor in totals.tensors().items()})
-            totals, window = saved, MetricsWindow()
+            values = json.loads(json.dumps(totals.to_json()))
+            saved.restore(values, {name: [tensor] for name, tensor in totals.tensors().items()})
+            totals = saved
     return {line["period"]: line for line in [*lines, *totals.changed_lines(task)]}
 
 
-@pytest.mark.parametrize("log_every", [1, 7])
-def test_wrong_times_close_days_and_spoil_none(log_every: int) -> None:
+@pytest.mark.parametrize("log_every", [1, 7, 1000])
+@pytest.mark.parametrize("wrong_share", [0.0, 0.01, 0.1])
+def test_wrong_times_close_days_and_spoil_none(log_every: int, wrong_share: float) -> None:
     rng, steps = np.random.default_rng(0), []
     for step in range(60):
-        days = np.full(64, 20_454 + step // 20)
-        days[rng.random(64) < 0.1] = rng.integers(0, 2_000_000, 64)[rng.random(64) < 1][0]
+        days = 20_454 + (64 * step + np.arange(64)) // 900  # a day begins within a step, and within a window
+        days = np.where(rng.random(64) < wrong_share, rng.integers(0, 2_000_000, 64), days)
         steps.append((rng.normal(size=64).astype(np.float32), (rng.random(64) < 0.3).astype(np.float32), days))
     found = fed(steps, log_every)
     logits, labels, days = (np.concatenate(each) for each in zip(*steps, strict=True))
-    assert len(set(days.tolist())) > MOST_PERIODS
-    for number in (20_454, 20_455, 20_456):
+    assert (len(set(days.tolist())) > MOST_PERIODS) == (wrong_share > 0)
+    for number in range(20_454, 20_459):
         line, own = found[str(np.datetime64(number, "D"))], days == number
         assert line["rows"] == own.sum()
         assert line["auc"] == pytest.approx(roc_auc_score(labels[own], logits[own]), abs=1e-3)
+
+
+def test_the_closed_periods_of_most_rows_are_remembered() -> None:
+    totals, task = PeriodMetrics("hour"), ClickTask()
+    outputs = {"logits": torch.zeros(2), "labels": torch.tensor([0.0, 1.0])}
+    large = {number: 10 for number in range(MOST_PERIODS)}
+    sums = {name: total.numpy() for name, total in task.training_sums(outputs).items()}
+
+    def add(num_rows: dict[int, int]) -> list[str]:
+        named = {f"period:{number}:{name}": total for number in num_rows for name, total in sums.items()}
+        return [line["period"] for line in totals.add(task, num_rows, named)]
+
+    add(large)
+    for start in range(1000, 30_000, MOST_PERIODS):
+        add({number: 2 for number in range(start, start + MOST_PERIODS)})
+    assert len(totals.to_json()["closed"]) <= 20_000
+    assert add(large) == [] and totals.rows_without_period == 10 * MOST_PERIODS
 
 
 def test_errors_say_what_to_do(config: Path, tmp_path: Path) -> None:

@@ -123,7 +123,9 @@ class RunFolder:
                         self._loggers.close(self._info["status"] == "finished")
 
     def record(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """Adds a line of metrics to ``metrics.jsonl``, and gives its numbers to the loggers.
+        """Adds a line of metrics to ``metrics.jsonl``, and gives its numbers to the loggers but for a period's line.
+
+        Loggers chart by step, and several periods may have their lines after one step.
 
         Args:
             kind: ``train``, ``eval`` or ``period``.
@@ -133,6 +135,8 @@ class RunFolder:
         assert self._metrics is not None and self._loggers is not None
         self._metrics.write(json.dumps(finite({"kind": kind, "step": step, **values})) + "\n")
         self._metrics.flush()
+        if kind == "period":
+            return
         prefix = values.get("split", kind)
         numbers = {}
         for name, value in values.items():
