@@ -57,7 +57,7 @@ def measure_policy(
             seconds.append(time.perf_counter() - started)
     return {
         "hit_rate": hits / len(stream),
-        "evictions": int(managed.state["used"][:, 3].sum()),
+        "evictions": managed.num_evicted,
         "bytes": sum(state.nbytes for state in managed.state.values()) + managed._places.nbytes,
         "counted_bytes": managed.sizes.memory_bytes,
         "evict_ms": 1e3 * statistics.median(seconds),

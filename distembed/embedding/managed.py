@@ -40,10 +40,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.data.hashing import mix64_array
 from distembed.embedding.batches import with_ids
-from distembed.embedding.managed_sizes import UNKNOWN, ManagedSizes
+from distembed.embedding.managed_sizes import NUM_COUNTERS, UNKNOWN, ManagedSizes
 from distembed.kernels.loading import load_identities
 
-_SLOTS, _CANDIDATES, _CLOCK, _EVICTED = range(4)
+_SLOTS, _CANDIDATES, _REFUSED, _CLOCK, _EVICTED, _EVICTION = range(NUM_COUNTERS)
 _MOST_AHEAD = 64  # batches whose counts are kept one by one: more than any pipeline prepares ahead
 _LAST = 2**32 - 1  # the bits of an entry's second number that hold the batch of the last occurrence
 
@@ -85,11 +85,12 @@ class ManagedIds:
     def state(self) -> dict[str, Tensor]:
         """The identities of this rank's buckets, on the CPU; the first access takes the memory.
 
-        ``entries`` ``[own buckets, entries, 2]`` has ids, counts and batches; ``used`` ``[own buckets, 4]`` has the
-        number of used slots, used candidates, batches and evicted ids.
+        ``entries`` ``[own buckets, entries, 2]`` has ids, counts and batches; ``used`` ``[own buckets, 6]`` has the
+        number of used slots, used candidates, occurrences since the last eviction that were not counted, batches,
+        evicted ids, and batches before the last eviction.
         """
         entries = torch.zeros(len(self.buckets), self.sizes.entries_per_bucket, 2, dtype=torch.int64)
-        return {"entries": entries, "used": torch.zeros(len(self.buckets), 4, dtype=torch.int64)}
+        return {"entries": entries, "used": torch.zeros(len(self.buckets), NUM_COUNTERS, dtype=torch.int64)}
 
     def state_changed(self) -> None:
         """Drops the copies that were computed from the state or the placement, after either has changed."""
@@ -116,7 +117,7 @@ class ManagedIds:
         """Writes a bucket's used entries into its hash table, which is empty."""
         _, insert = load_identities()
         entries, num_slots = self.state["entries"][row].numpy(), self.sizes.slots_per_bucket
-        slots, candidates = self.state["used"][row, :_CLOCK].tolist()
+        slots, candidates = self.state["used"][row, : _CANDIDATES + 1].tolist()
         insert(entries[:slots], 0, places[row])
         waiting = entries[num_slots : num_slots + candidates]
         for index in np.flatnonzero(waiting[:, 1]):  # a candidate that got a slot has the count 0
@@ -202,14 +203,16 @@ class ManagedIds:
         return self.owners[buckets.astype(np.int64)]
 
     @property
-    def num_full(self) -> int:
-        """The number of buckets on this rank that have no room for a further candidate, whose ids are not counted."""
-        return int((self.state["used"][:, _CANDIDATES] == self.sizes.candidates_per_bucket).sum())
+    def num_refused(self) -> int:
+        """The occurrences since the last eviction, on this rank, of ids that no candidate's place was left for."""
+        return int(self.state["used"][:, _REFUSED].sum())
 
     def evict(self) -> Int64[Tensor, " evicted"]:
         """Gives slots on this rank to candidates that score higher, and forgets candidates; returns these slots."""
         changed = [self._evict_bucket(row, int(bucket)) for row, bucket in enumerate(self.buckets)]
         self._halve_counts()
+        self.state["used"][:, _REFUSED] = 0
+        self.state["used"][:, _EVICTION] = self.state["used"][:, _CLOCK]
         self._copies.clear()
         return torch.from_numpy(np.concatenate([np.empty(0, np.int64), *changed]))
 
@@ -237,12 +240,11 @@ class ManagedIds:
         return self.sizes.first_slot(bucket) + lost
 
     def _halve_counts(self) -> None:
-        """Halves the counts of ids in slots, rounded down, for each half-life that has ended since an eviction."""
+        """Halves the counts of ids in slots, rounded down, for each half-life that ended since the last eviction."""
         config, used = self.sizes.config.eviction, self.state["used"]
         if config.half_life is None or not len(used):
             return
-        clock = int(used[0, _CLOCK])
-        num_ended = clock // config.half_life - max(0, clock - config.every) // config.half_life
+        num_ended = int(used[0, _CLOCK]) // config.half_life - int(used[0, _EVICTION]) // config.half_life
         values = self.state["entries"][:, : self.sizes.slots_per_bucket, 1]
         values.copy_((values >> 32 >> min(num_ended, 32)) << 32 | values & _LAST)
 

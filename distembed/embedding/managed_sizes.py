@@ -8,6 +8,8 @@ from distembed.embedding.settings import ManagedConfig
 RESERVED = 2
 """Slots that no id is given: 0 for missing values, 1 for unknown ids."""
 UNKNOWN = 1
+NUM_COUNTERS = 6
+"""Numbers that a bucket keeps besides its entries."""
 _SLOTS_PER_BUCKET = 2**16
 """The least number of slots of a bucket where there are several: buckets then fill within 1% of each other."""
 _MOST_BUCKETS = 64
@@ -60,7 +62,7 @@ class ManagedSizes:
     @property
     def saved_bytes(self) -> int:
         """The bytes of ids, counts and batches in a checkpoint."""
-        return self.num_buckets * (self.entries_per_bucket * _ENTRY_BYTES + 4 * 8)
+        return self.num_buckets * (self.entries_per_bucket * _ENTRY_BYTES + NUM_COUNTERS * 8)
 
     @property
     def serving_bytes(self) -> int:

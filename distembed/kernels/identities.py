@@ -37,7 +37,8 @@ def admit(ids: Any, entries: Any, used: Any, places: Any, rows: Any, num_slots: 
     Args:
         ids: ``[ids]`` The raw ids, all of buckets on this rank.
         entries: ``[own buckets, entries, 2]`` Id, and ``count * 2^32 + clock`` of the last occurrence.
-        used: ``[own buckets, 2]`` The number of used slots and of used candidates.
+        used: ``[own buckets, 3 or more]`` The number of used slots, of used candidates, and of occurrences of ids that
+            are not counted, since all candidates are used.
         places: ``[own buckets, places]`` The number of an entry + 1, or 0; the number of places is a power of two.
         rows: ``[buckets]`` The row of each bucket in the other arrays, or -1.
         num_slots: The number of slots of a bucket, which are its first entries; its candidates follow.
@@ -73,6 +74,7 @@ def admit(ids: Any, entries: Any, used: Any, places: Any, rows: Any, num_slots: 
             entries[row, entry, 0] = raw
         elif entry < 0:
             if used[row, 1] == num_candidates:
+                used[row, 2] += 1
                 continue
             entry = num_slots + used[row, 1]
             used[row, 1] += 1

@@ -32,7 +32,10 @@ def managed_tables(model: nn.Module) -> list[tuple[str, CompositionalEmbeddingCo
 
 
 def evicted_ids(model: nn.Module, ranks: Ranks) -> dict[str, int]:
-    """Returns, on rank 0, the number of evicted ids since the run's first step, by table; all ranks call it."""
+    """Returns, on rank 0, the number of ids that each table has evicted; all ranks call it.
+
+    A run that starts from another run's weights continues the other run's numbers.
+    """
     own = {table.name: managed.num_evicted for _, table, managed in managed_tables(model)}
     totals = ranks.sum(torch.tensor([*own.values()], dtype=torch.long))
     return dict(zip(own, totals.tolist(), strict=True))
@@ -48,12 +51,12 @@ def evict_ids(model: nn.Module, optimizer: KeyedOptimizer, step: int) -> dict[st
         step: The number of steps done.
 
     Returns:
-        A note on each table that had no room for further candidates, in half of its buckets or more.
+        A note on each table that did not count some ids, since all candidates of their buckets were used.
     """
     due = [each for each in managed_tables(model) if step % each[2].sizes.config.eviction.every == 0]
     if not due:
         return {}
-    own = {path: (managed.num_full, managed.evict()) for path, _, managed in due}
+    own = {path: (managed.num_refused, managed.evict()) for path, _, managed in due}
     gathered = Collectives().gather(own)  # rows lie on other ranks than their slots
     evicted = {path: torch.cat([own[path][1] for own in gathered]) for path in own}
     reset: dict[tuple[str, str], tuple[SeededInit, Tensor]] = {}
@@ -67,13 +70,13 @@ def evict_ids(model: nn.Module, optimizer: KeyedOptimizer, step: int) -> dict[st
     if any(len(rows) for _, rows in reset.values()):
         _reset_rows(model, optimizer, reset)
         forget_copies(model)
-    full = {path: sum(own[path][0] for own in gathered) for path in own}
-    tables = [managed.sizes for path, _, managed in due if 2 * full[path] >= managed.sizes.num_buckets]
+    refused = {path: sum(own[path][0] for own in gathered) for path in own}
     return {
-        sizes.name: f"note: table {sizes.name!r} did not count the ids that came last before the eviction at step "
-        f"{step}, since all its {sizes.candidates_per_bucket * sizes.num_buckets:,} candidates were used; raise "
+        managed.sizes.name: f"note: table {managed.sizes.name!r} did not count {refused[path]:,} occurrences of ids "
+        f"before the eviction at step {step}, since all candidates of their buckets were used; raise "
         "ids.admission.candidates, or lower ids.eviction.every"
-        for sizes in tables
+        for path, _, managed in due
+        if refused[path]
     }
 
 

@@ -32,6 +32,8 @@ class Bucket:
     num_used: int = 0
     num_waiting: int = 0
     evicted: int = 0
+    refused: int = 0
+    last_eviction: int = 0
 
     def slot(self, id: int, clock: int) -> int:
         entry = self.seen.get(id, Seen())
@@ -44,6 +46,7 @@ class Bucket:
             self.num_used += 1
         elif id not in self.seen:
             if self.num_waiting == self.num_candidates:
+                self.refused += 1
                 return 1
             self.num_waiting += 1
         entry.count, entry.last = entry.count + 1, clock
@@ -68,9 +71,10 @@ class Bucket:
         self.num_waiting = 0
         self.evicted += len(slots)
         if self.config.eviction.half_life is not None:
-            for step in range(clock - self.config.eviction.every + 1, clock + 1):
+            for step in range(self.last_eviction + 1, clock + 1):
                 if step % self.config.eviction.half_life == 0:
                     self.seen = {id: replace(own, count=own.count // 2) for id, own in self.seen.items()}
+        self.last_eviction, self.refused = clock, 0
         return slots
 
 
