@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from distembed.base.errors import UserError
 from distembed.composition import COMPOSITIONS
 from distembed.serving.convert.stock_checkpoint import StockCheckpoint
-from distembed.serving.export.export_delta import SavedWeights, changed_rows, export_delta
+from distembed.serving.export.export_delta import SavedWeights, changed_rows, export_delta, unequal_rows
 from distembed.serving.export.export_run import ExportOptions, config_checksum, export_run
 from distembed.serving.export.parity import made_up_batch
 from distembed.serving.export.programs import save_program
@@ -254,6 +254,14 @@ def test_the_number_of_a_damaged_or_removed_version_is_not_given_again(
     (models / ".highest-version").write_text("three")
     with pytest.raises(UserError, match="highest-version, which has the highest number of a version, cannot be read"):
         export_delta(run, models / "d", models)
+
+
+@pytest.mark.parametrize("offset", [0, 1, 4, 8])
+def test_rows_that_begin_anywhere_are_compared(offset: int) -> None:
+    first = torch.arange(90, dtype=torch.uint8)[offset : offset + 80].view(10, 8)
+    second = first.clone()
+    second[3, 7] += 1
+    assert unequal_rows(first, second).nonzero().tolist() == [[3]]
 
 
 def test_a_delta_of_what_it_cannot_follow_is_refused(versions: Path, tmp_path: Path) -> None:

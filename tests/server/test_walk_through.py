@@ -14,9 +14,7 @@ import pytest
 import distembed.serving
 
 README = Path(distembed.serving.__file__).with_name("README.md")
-# more rows arrive while the guide's last two processes run
-MORE = """
-rows 400 > arriving/hour-2.csv
+ANSWER_OF_MORE = """
 until curl -s localhost:8000/healthz | grep -q '"sequence":[3-9]'; do sleep 1; done
 ask
 """
@@ -26,10 +24,10 @@ ask
 @pytest.mark.timeout(600)
 def test_a_server_learns_new_ids(tmp_path: Path) -> None:
     text = README.read_text()
-    *steps, forever = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    *steps, forever, more = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    script = "\n".join(["set -e", *steps, f"(set +e\n{forever}) > forever.log 2>&1 &", MORE])
+    script = "\n".join(["set -e", *steps, f"(set +e\n{forever}) > forever.log 2>&1 &", more, ANSWER_OF_MORE])
     script = script.replace("localhost:8000", f"127.0.0.1:{port}").replace("--deltas", f"--port {port} --deltas")
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "distembed").write_text(f'#!/bin/sh\nexec {sys.executable} -m distembed "$@"\n')

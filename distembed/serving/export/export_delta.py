@@ -345,9 +345,16 @@ class SavedWeights:
             changed, values = self._changes[name]
             start, end = torch.searchsorted(changed, torch.tensor([first, stop])).tolist()
             before = before.index_copy(0, changed[start:end] - first, values[start:end])
-        # whole words are compared several times as fast as bytes
-        word = next(dtype for dtype in (torch.int64, torch.int32, torch.uint8) if own.shape[1] % dtype.itemsize == 0)
-        return (own.view(word) != before.view(word)).any(1)
+        return unequal_rows(own, before)
+
+
+def unequal_rows(first: UInt8[Tensor, "rows bytes"], second: UInt8[Tensor, "rows bytes"]) -> Bool[Tensor, " rows"]:
+    """Returns which rows differ in a byte; rows that are mapped may begin anywhere in their file."""
+    # whole words are compared several times as fast as bytes
+    starts = (first.shape[1], first.storage_offset(), second.storage_offset())
+    words = (torch.int64, torch.int32, torch.uint8)
+    word = next(each for each in words if all(start % each.itemsize == 0 for start in starts))
+    return (first.view(word) != second.view(word)).any(1)
 
 
 def _as_bytes(values: Tensor, num_rows: int) -> UInt8[Tensor, "rows bytes"]:

@@ -9,8 +9,8 @@
 
 The identity of a version is the SHA-256 of its JSON file. That file has the checksums of all other files and, in a
 delta, the identity of the version before it, so that an identity stands for every number of a version. The names of the
-folders do not matter. A folder with deltas has a hidden file of the highest sequence, so that the sequence of a version
-that was removed or damaged is not given again.
+folders do not matter. A folder of several versions has a hidden file of the highest sequence, so that the sequence of
+a version that was removed or damaged is not given again.
 
 Trade-off: a delta is small and depends on every earlier delta since the last whole export.
 """
@@ -142,7 +142,7 @@ def numbering_versions(parent: Path) -> Iterator[int]:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield _highest_sequence(parent)
         with suppress(OSError):  # the version is in its place
-            if (parent / _HIGHEST_NAME).exists() or any(each.base is not None for each in readable_versions(parent)):
+            if (parent / _HIGHEST_NAME).exists() or len(version_folders(parent)) > 1:
                 write_text(parent / _HIGHEST_NAME, f"{_highest_sequence(parent)}\n")
     finally:
         os.close(descriptor)
