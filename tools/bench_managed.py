@@ -112,7 +112,7 @@ def main() -> None:
     console, stream = Console(width=120), draw_stream(options.ids)
     every = options.every
     policies = {policy: EvictionConfig(policy, every) for policy in POLICIES}
-    policies[f"lfu, half-life {every}"] = EvictionConfig("lfu", every, half_life=every)
+    policies[f"lfu, half-life {every}"] = EvictionConfig("lfu", every, half_life_steps=every)
     measured = {
         f"{name}, {candidates:,}": measure_policy(own, candidates, stream, options.batch_size)
         for (name, own), candidates in product(policies.items(), NUM_CANDIDATES)

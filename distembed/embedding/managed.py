@@ -242,11 +242,11 @@ class ManagedIds:
     def _halve_counts(self) -> None:
         """Halves the counts of ids in slots, rounded down, for each half-life that ended since the last eviction."""
         config, used = self.sizes.config.eviction, self.state["used"]
-        if config.half_life is None or not len(used):
+        if config.half_life_steps is None or not len(used):
             return
-        num_ended = int(used[0, _CLOCK]) // config.half_life - int(used[0, _EVICTION]) // config.half_life
+        now, last_eviction = (int(used[0, number]) // config.half_life_steps for number in (_CLOCK, _EVICTION))
         values = self.state["entries"][:, : self.sizes.slots_per_bucket, 1]
-        values.copy_((values >> 32 >> min(num_ended, 32)) << 32 | values & _LAST)
+        values.copy_((values >> 32 >> min(now - last_eviction, 32)) << 32 | values & _LAST)
 
     def _scores(self, values: NDArray[np.int64], clock: int) -> NDArray[np.int64] | NDArray[np.float64]:
         """Returns the scores of entries by their second numbers."""

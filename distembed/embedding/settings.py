@@ -90,21 +90,21 @@ class EvictionConfig:
             the occurrences divided by 1 + the steps since the last one.
         every: The number of steps between two evictions.
         reset: Whether rows of an evicted id that no other slot shares start again, from initial values and states.
-        half_life: The number of steps after which occurrences count half; they are halved with the next eviction. None
-            to count all of them.
+        half_life_steps: The number of steps after which occurrences count half; they are halved with the next eviction.
+            None to count all of them.
     """
 
     policy: Literal["lfu", "lru", "distance_lfu"] = "lfu"
     every: int = Field(default=1000, ge=1)
     reset: bool = True
-    half_life: int | None = Field(default=None, ge=1)
+    half_life_steps: int | None = Field(default=None, ge=1)
 
     @model_validator(mode="after")
     def _counts_are_scores(self) -> "EvictionConfig":
-        if self.half_life is not None and self.policy == "lru":
+        if self.half_life_steps is not None and self.policy == "lru":
             raise ValueError(
-                f"half_life is {self.half_life}, and the policy 'lru' scores no occurrences; leave it out, or choose "
-                "lfu or distance_lfu"
+                f"half_life_steps is {self.half_life_steps}, and the policy 'lru' scores no occurrences; leave it "
+                "out, or choose lfu or distance_lfu"
             )
         return self
 

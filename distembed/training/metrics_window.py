@@ -27,6 +27,7 @@ from distembed.training.period_metrics import PERIOD_TOTALS, period_sums
 
 _LOSS, _SUM, _CUMULATIVE = "loss", "sum:", "cumulative"
 _REPLACED, _SLOTS = "replaced", "slot"  # kinds of counts, before a colon and the name of a table
+_NAMES_OF_SHARES = {_REPLACED: "replaced_share", _SLOTS: "hit_rate"}
 
 
 @dataclass
@@ -210,7 +211,7 @@ def id_counts(model: nn.Module, until_step: int) -> dict[str, Tensor]:
 
 
 def id_shares(counts: dict[str, Tensor], ranks: Ranks) -> dict[str, dict[str, float]]:
-    """Returns, on rank 0, ``replaced_share`` and ``slot_share``, each by table; nothing on other ranks.
+    """Returns, on rank 0, ``replaced_share`` and ``hit_rate``, each by table; nothing on other ranks.
 
     ``counts`` are this rank's :func:`id_counts`. Tables that saw no ids are left out. All ranks call it.
     """
@@ -220,7 +221,7 @@ def id_shares(counts: dict[str, Tensor], ranks: Ranks) -> dict[str, dict[str, fl
     for name, (count, num_ids) in zip(counts, totals.tolist() if ranks.is_first else (), strict=False):
         if num_ids:
             kind, _, table = name.partition(":")
-            shares.setdefault(f"{kind}_share", {})[table] = count / num_ids
+            shares.setdefault(_NAMES_OF_SHARES[kind], {})[table] = count / num_ids
     return shares
 
 

@@ -70,9 +70,9 @@ class Bucket:
         self.seen = {id: own for id, own in self.seen.items() if own.slot is not None}
         self.num_waiting = 0
         self.evicted += len(slots)
-        if self.config.eviction.half_life is not None:
+        if self.config.eviction.half_life_steps is not None:
             for step in range(self.last_eviction + 1, clock + 1):
-                if step % self.config.eviction.half_life == 0:
+                if step % self.config.eviction.half_life_steps == 0:
                     self.seen = {id: replace(own, count=own.count // 2) for id, own in self.seen.items()}
         self.last_eviction, self.refused = clock, 0
         return slots

@@ -23,7 +23,9 @@ def test_equal_to_a_dictionary(
     size: int, policy: str, min_count: int, candidates: int | None, half_life: int | None
 ) -> None:
     every = max(20, size // 3000)
-    config = managed_config(size, policy, min_count=min_count, candidates=candidates, every=every, half_life=half_life)
+    config = managed_config(
+        size, policy, min_count=min_count, candidates=candidates, every=every, half_life_steps=half_life
+    )
     sizes = ManagedSizes("t", config)
     managed, expected = ManagedIds(sizes), DictionaryPolicy(config)
     for batch in np.split(skewed_stream(1_000_000, 200 * size), 500):
@@ -54,7 +56,7 @@ def test_with_room_for_all_ids_slots_are_a_vocabulary() -> None:
 
 @pytest.mark.parametrize("half_life, keeps", [(None, True), (4, False)])
 def test_an_id_that_was_frequent_long_ago_loses_its_slot(half_life: int | None, keeps: bool) -> None:
-    managed = ManagedIds(ManagedSizes("t", managed_config(3, half_life=half_life, every=4)))
+    managed = ManagedIds(ManagedSizes("t", managed_config(3, half_life_steps=half_life, every=4)))
     for batch in [np.full(1000, 7)] * 4 + [np.full(10, 8)] * 60:
         managed.start_batch()
         managed.admit(batch.astype(np.int64))
@@ -64,7 +66,7 @@ def test_an_id_that_was_frequent_long_ago_loses_its_slot(half_life: int | None, 
 
 
 def test_half_lives_that_ended_before_a_new_run_are_counted() -> None:
-    managed = ManagedIds(ManagedSizes("t", managed_config(3, half_life=500, every=1000)))
+    managed = ManagedIds(ManagedSizes("t", managed_config(3, half_life_steps=500, every=1000)))
     managed.admit(np.full(2000, 7))
     for _ in range(1500):
         managed.start_batch()
@@ -79,5 +81,5 @@ def test_half_lives_that_ended_before_a_new_run_are_counted() -> None:
 
 
 def test_recency_has_no_half_life() -> None:
-    with pytest.raises(ValueError, match="half_life is 10, and the policy 'lru' scores no occurrences"):
-        managed_config(100, "lru", half_life=10)
+    with pytest.raises(ValueError, match="half_life_steps is 10, and the policy 'lru' scores no occurrences"):
+        managed_config(100, "lru", half_life_steps=10)

@@ -33,7 +33,7 @@ from tests.training.test_runs import start_ranks, wait_for_steps
 C3: dict[str, Any] = {"size": 102, "admission": {"min_count": 2, "candidates": 400}}
 TABLES = {
     "C3": {"partition": "naive", "ids": {**C3, "eviction": {"policy": "lru", "every": 7}}},
-    "M": {"ids": {"size": 40, "eviction": {"every": 10, "half_life": 7}}},
+    "M": {"ids": {"size": 40, "eviction": {"every": 10, "half_life_steps": 7}}},
 }
 ROUNDING = 2e-6
 """Ranks sum gradients of their own rows first: float32 sums in another order, whose last bits differ."""
@@ -75,7 +75,7 @@ def small_buckets() -> Iterator[None]:
 
 
 def counts(run: Path) -> list[Any]:
-    return [(line["slot_share"], line["evicted_ids"]) for line in metrics(run, "train")]
+    return [(line["hit_rate"], line["evicted_ids"]) for line in metrics(run, "train")]
 
 
 def evaluations(run: Path) -> list[float]:
@@ -93,13 +93,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_identities_and_counts_are_a_dictionarys(folder: Path) -> None:
     c3 = managed_config(102, "lru", min_count=2, candidates=400, every=7)
-    policies = {"C3": DictionaryPolicy(c3), "M": DictionaryPolicy(managed_config(40, every=10, half_life=7))}
+    policies = {"C3": DictionaryPolicy(c3), "M": DictionaryPolicy(managed_config(40, every=10, half_life_steps=7))}
     reader = BatchReader(str(folder / "data"), "train", BatchOrder(64, seed=0), prefetch_batches=0)
     batches = [batch["sparse_features"] for _ in range(2) for batch in reader]
     said, noted = " ".join((folder / "said").read_text().split()), set[str]()
     for step, (batch, line) in enumerate(zip(batches, metrics(folder / "1", "train"), strict=False), start=1):
         slots = {name: np.array(policy.batch(batch[name].values().tolist())) for name, policy in policies.items()}
-        assert line["slot_share"] == {name: (own > 1).sum() / (own > 0).sum() for name, own in slots.items()}
+        assert line["hit_rate"] == {name: (own > 1).sum() / (own > 0).sum() for name, own in slots.items()}
         assert line["evicted_ids"] == {name: policy.evicted for name, policy in policies.items()}
         for name, policy in policies.items():
             if step % policy.config.eviction.every == 0:
