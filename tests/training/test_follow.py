@@ -1,5 +1,6 @@
 """Training on raw rows that keep arriving: equal to training on the prepared rows, killed and resumed, and errors."""
 
+import gzip
 import json
 import os
 import random
@@ -22,6 +23,7 @@ from confluent_kafka import Producer
 from distembed.base.errors import RunError, TemporaryFailure, UserError
 from distembed.data import remote
 from distembed.data.dataset.config import StreamConfig
+from distembed.data.prepare.table import inputs
 from distembed.data.stream import folder, journal, kafka
 from distembed.data.stream import source as source_module
 from distembed.data.stream.folder import FolderSource
@@ -146,6 +148,50 @@ def test_objects_of_a_store_are_rows_too(config: Path, ordered: list[Row], train
         said = follow(config, f"{bucket}/rows", tmp_path / "without")
         assert f"{names[1]} is left out" in said
         assert metrics(tmp_path / "without", "train")[-1]["bad_files"] == 1
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl", ".jsonl.gz"])
+def test_an_object_is_read_on_once_its_store_answers_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    for module, name in ((remote, "_BLOCK_BYTES"), (remote, "_COPY_BYTES"), (inputs, "PIECE_BYTES")):
+        monkeypatch.setattr(module, name, 2000)
+    monkeypatch.setattr(folder, "_PART_BYTES", 10_000)
+    monkeypatch.setattr(folder, "_BLOCK_BYTES", 3000)
+    monkeypatch.setattr(remote, "FIRST_WAIT_SECONDS", 0.01)
+    path, refused = tmp_path / f"part-0{suffix}", tmp_path / "refused"
+    write_file(tmp_path / f"part-0{suffix.removesuffix('.gz')}", draw_rows(3000))
+    if suffix == ".jsonl.gz":
+        path.write_bytes(gzip.compress((tmp_path / "part-0.jsonl").read_bytes()))
+    with reached_s3(tmp_path, share=0) as bucket:
+        remote.upload(path, f"{bucket}/rows/{path.name}")
+        source = FolderSource(f"{bucket}/rows", TableSchema.from_json(SCHEMA, "test"))
+        (piece,) = source.new_pieces()
+        undisturbed: list[Any] = list(source.blocks(piece))
+        found, num_waits = list[Any](), 0
+        refused.write_text("503 /")
+        for block in source.blocks(piece):
+            if block is None:
+                num_waits += 1
+                refused.unlink()
+            else:
+                found.append(block)
+                refused.write_text("503 /")
+        assert num_waits > 1
+        given, expected = (
+            [(part, *(values.tobytes() for values in block.numbers)) for part, block in blocks]
+            for blocks in (found, undisturbed)
+        )
+        assert given == expected
+        monkeypatch.setattr(source_module, "GONE_SECONDS", 0.0)
+        with pytest.raises(TemporaryFailure, match="rows: no answer for 0 s .*--resume"):
+            list(source.blocks(piece))
+        refused.unlink()
+        path.write_bytes(path.read_bytes()[::-1])
+        remote.upload(path, f"{bucket}/rows/{path.name}")
+        with pytest.raises(UserError, match="has changed since it was found: version .* then, .* now"):
+            list(source.blocks(piece))
 
 
 def test_malformed_and_late_rows_are_counted_and_the_rest_is_trained(config: Path, tmp_path: Path) -> None:
@@ -379,6 +425,35 @@ def test_a_killed_stream_trains_each_row_once_in_the_order_of_its_journal(
     require_equal(run, tmp_path / "whole")
 
 
+class Repeating:
+    """A consumer that returns each message twice, and the messages of the call before once more."""
+
+    def __init__(self, consumer: Any) -> None:
+        self._consumer, self._before = consumer, list[Any]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._consumer, name)
+
+    def consume(self, num_messages: int, timeout: float) -> list[Any]:
+        before, self._before = self._before, self._consumer.consume(num_messages, timeout)
+        return [*before, *(message for message in self._before for _ in range(2))]
+
+
+def test_a_message_that_comes_again_is_no_row_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kafka, "_BLOCK_MESSAGES", 7)
+    broker = MockBroker()
+    broker.create("clicks", 2)
+    for partition in range(2):
+        send(broker.producer, "clicks", draw_rows(20 + partition), partition)
+    source = kafka.KafkaSource(
+        StreamConfig(source=f"kafka://{broker.address}/clicks"), TableSchema.from_json(SCHEMA, "test")
+    )
+    source._consumer = Repeating(source._consumer)
+    blocks = [[found[1] for found in source.blocks(piece) if found is not None] for piece in source.new_pieces()]
+    assert [sum(block.num_rows for block in of_piece) for of_piece in blocks] == [20, 21]
+    source.close()
+
+
 def test_a_partition_that_is_added_is_read_from_its_beginning(tmp_path: Path) -> None:
     broker, rows = MockBroker(), draw_rows(30)
 
@@ -464,7 +539,7 @@ def test_a_resumed_run_begins_with_the_part_that_its_checkpoint_is_in(
 def test_a_journal_drops_what_no_checkpoint_needs(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal, "_FEW", 7)
+    monkeypatch.setattr(journal, "_PIECES_BETWEEN_DROPS", 7)
     monkeypatch.setattr(kafka, "_MOST_MESSAGES", 20)
     broker, rows, run = MockBroker(), draw_rows(1200), tmp_path / "run"
     broker.create("clicks", 3)
@@ -491,7 +566,7 @@ def test_a_journal_drops_what_no_checkpoint_needs(
 def test_a_journal_keeps_the_names_of_files_and_the_last_offsets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal, "_FEW", 7)
+    monkeypatch.setattr(journal, "_PIECES_BETWEEN_DROPS", 7)
     rng, pieces, kept = random.Random(0), list[dict[str, int]](), Journal(tmp_path)
 
     def last_of_each(known: Sequence[Any]) -> Sequence[Any]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -73,14 +74,15 @@ class FolderSource:
             self._patience.failed(str(error.__cause__))
             return []
         self._patience.answered()
-        listed = {name: version for name, version in found.items() if name not in self._found}
-        complete = [name for name, version in listed.items() if self._is_complete(name, version)]
-        self._seen = {name: seen for name, seen in self._seen.items() if name in listed and name not in complete}
+        complete = [name for name, version in found.items() if self._is_complete(name, version)]
+        self._seen = {name: seen for name, seen in self._seen.items() if name in found and name not in complete}
         self.is_pending = bool(self._seen)
         pieces: list[Piece] = []
         for name in sorted(complete, key=natural_order):
             is_late = self._last is not None and natural_order(name) < natural_order(self._last)
-            pieces.append({"file": name, "bytes": listed[name][0], **({"late": True} if is_late else {})})
+            num_bytes, version = found[name]
+            extra = ({"version": version} if is_url(self._folder) else {}) | ({"late": True} if is_late else {})
+            pieces.append({"file": name, "bytes": num_bytes, **extra})
             self._found.add(name)
             self._last = self._last if is_late else name
         return pieces
@@ -88,11 +90,28 @@ class FolderSource:
     def summary(self, pieces: Sequence[Piece]) -> Sequence[Piece]:
         return pieces  # the name alone says whether a file has been read
 
-    def blocks(self, piece: Piece, part: int = 0) -> Iterator[tuple[int, ParsedBlock]]:
+    def blocks(self, piece: Piece, part: int = 0) -> Iterator[tuple[int, ParsedBlock] | None]:
+        num_given = 0  # blocks of the part
+        while True:
+            try:
+                for start, block in islice(self._read(piece, part), num_given, None):
+                    self._patience.answered()
+                    part, num_given = start, num_given + 1 if start == part else 1
+                    yield start, block
+                return
+            except TemporaryFailure as error:  # of an object store
+                self._patience.failed(str(error.__cause__))
+                yield None
+
+    def _read(self, piece: Piece, part: int) -> Iterator[tuple[int, ParsedBlock]]:
+        """Yields the blocks of a piece from a part on; a TemporaryFailure after some tries."""
         place = self.describe(piece)
-        num_bytes = find_remote(place).num_bytes if is_url(place) else _num_bytes(place)
+        remote = find_remote(place) if is_url(place) else None
+        num_bytes = remote.num_bytes if remote is not None else _num_bytes(place)
         if num_bytes not in (piece["bytes"], None):
             raise UserError(f"{place} has changed since it was found: {piece['bytes']} bytes then, {num_bytes} now.")
+        if remote is not None and remote.version != (then := piece.get("version", remote.version)):
+            raise UserError(f"{place} has changed since it was found: version {then} then, {remote.version} now.")
         source = TableSource(find_inputs([place]), self._schema)
         # a part is named by its first byte, or row group: equal places whatever the size of parts is
         starts = [part, *(later.start for later in source.parts(_PART_BYTES) if later.start > part)]
@@ -107,17 +126,15 @@ class FolderSource:
         pass
 
     def _list(self) -> dict[str, tuple[int, Any]]:
-        """Returns the size and version of each file of rows, by its name."""
+        """Returns the size and version of each file of rows that is not found yet, by its name."""
         if is_url(self._folder):
             files = list_remote(self._folder, may_be_empty=True)
             versions = {PurePosixPath(file.url).name: (file.num_bytes or 0, file.version) for file in files}
-            return {name: version for name, version in versions.items() if is_table(Path(name))}
+            return {name: versions[name] for name in versions if self._is_wanted(name)}
         try:
             with os.scandir(self._folder) as entries:
-                named = [entry for entry in entries if not entry.name.startswith((".", "_"))]
-                found = [
-                    (entry.name, entry.stat()) for entry in named if is_table(Path(entry.name)) and entry.is_file()
-                ]
+                wanted = [entry for entry in entries if self._is_wanted(entry.name)]
+                found = [(entry.name, entry.stat()) for entry in wanted if entry.is_file()]
         except FileNotFoundError as error:
             if os.path.isdir(self._folder):  # a file was renamed between the two looks
                 return {}
@@ -129,6 +146,9 @@ class FolderSource:
                 f"the folder {self._folder} (--follow) cannot be read: {error.strerror}; see to it, and --resume."
             ) from error
         return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in found}
+
+    def _is_wanted(self, name: str) -> bool:
+        return name not in self._found and not name.startswith((".", "_")) and is_table(Path(name))
 
     def _is_complete(self, name: str, version: tuple[int, Any]) -> bool:
         if is_url(self._folder):

@@ -23,7 +23,7 @@ from distembed.base.files import whole_file
 from distembed.data.stream.source import Piece
 
 JOURNAL = "stream.jsonl"
-_FEW = 10_000
+_PIECES_BETWEEN_DROPS = 10_000
 
 
 class Journal:
@@ -49,7 +49,7 @@ class Journal:
         if self.pieces and "dropped" in self.pieces[0]:
             head = self.pieces.pop(0)
             self.first, self.summary = head["dropped"], head["summary"]
-        self._long = len(self.pieces) + _FEW
+        self._long = len(self.pieces) + _PIECES_BETWEEN_DROPS
 
     @property
     def stop(self) -> int:
@@ -90,7 +90,7 @@ class Journal:
             with whole_file(self._path) as temporary:
                 Path(temporary).write_bytes(_lines([head, *self.pieces[count:]]))
             self.first, self.summary, self.pieces = number, summary, self.pieces[count:]
-        self._long = len(self.pieces) + _FEW
+        self._long = len(self.pieces) + _PIECES_BETWEEN_DROPS
 
 
 def _lines(values: Sequence[Piece]) -> bytes:

@@ -139,6 +139,8 @@ class KafkaSource:
             while offset < stop and len(values) < _BLOCK_MESSAGES:
                 messages = self._consumer.consume(min(stop - offset, _BLOCK_MESSAGES), timeout=1.0)
                 for message in messages:
+                    if _is_answer(message) and (message.partition() != partition or message.offset() < offset):
+                        continue  # of an earlier fetch
                     offset = max(offset, self._offset_after(message, piece))
                     if message.error() is None and message.offset() < stop:
                         values.append(_one_line(message.value() or b"") or _MALFORMED)

@@ -36,7 +36,6 @@ ENDLESS = 2**62
 _STEPS_AHEAD = 4
 _MOST_IN_FLIGHT = 64
 _PATIENCE_SECONDS = 0.5
-_VERSION = 1
 
 
 class StreamReader:
@@ -109,7 +108,7 @@ class StreamReader:
 
     def state_dict(self, in_flight: int = 0) -> dict[str, Any]:
         """Returns the position after the batches that were handed out, but for the last ``in_flight``."""
-        return {"version": _VERSION, "stream": self._positions[-1 - in_flight].to_json()}
+        return {"stream": self._positions[-1 - in_flight].to_json()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Moves to the position of a :meth:`state_dict` of any number of ranks."""

@@ -236,7 +236,7 @@ class StreamRows:
             if most is not None and counts["bad_files"] > most:
                 raise UserError(
                     f"{counts['bad_files']} files of the stream cannot be read, more than data.stream.max_bad_files="
-                    f"{most}; the last: {error}"
+                    f"{most}; put the last one back, even if all its rows are used, or raise the limit: {error}"
                 ) from error
         if piece.get("late"):
             self._notes.append(f"late: {place} came after files of later names; its {num_lines} rows are read now")
