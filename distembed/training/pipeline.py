@@ -23,9 +23,9 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from distembed.base.errors import RunError
 from distembed.base.ranks import Collectives, Ranks
+from distembed.data.dataset.row_groups import too_many_unreadable
 from distembed.data.reader import Batch, BatchOrder, BatchReader, Decoding
 from distembed.data.reader.age import AgeWeights
-from distembed.data.reader.decode import too_many_unreadable
 from distembed.data.stream.reader import StreamReader
 from distembed.models import Model
 from distembed.planning.request import overlaps
@@ -181,16 +181,15 @@ def training_reader(config: Config, ranks: Ranks, run: Path) -> BatchReader | St
     """
     if config.data.stream is not None:
         return StreamReader(config.data, config.train.batch_size, run)
-    ages = Collectives().on_first(lambda: age_weights(config))
-    return split_reader(config, ranks, ages)
-
-
-def age_weights(config: Config) -> AgeWeights | None:
-    """Returns the weights of the training split's rows by their age; None where ``train.half_life_days`` is unset."""
     data, half_life = config.data, config.train.half_life_days
     if half_life is None:
-        return None
-    return AgeWeights.of_split(data.require_path(), data.train, half_life, data.skip_unreadable > 0)
+        return split_reader(config, ranks)
+
+    def ages() -> AgeWeights:
+        return AgeWeights.of_split(data.require_path(), data.train, half_life, data.skip_unreadable)
+
+    # a group of its own: rank 0 reads the whole split, which may take longer than the default timeout
+    return split_reader(config, ranks, Collectives.in_own_group().on_first(ages))
 
 
 def split_reader(
@@ -233,14 +232,14 @@ def gather_unreadable(
     return unreadable
 
 
-def keep_batch(config: Config, ranks: Ranks, folder: Path, step: int, loss: float) -> RunError:
+def keep_batch(config: Config, ranks: Ranks, folder: Path, step: int, loss: float, ages: AgeWeights | None) -> RunError:
     """Writes this rank's rows of a step to a file in the run's folder, and returns the error, which names the file.
 
-    Rows of a stream are not written. The first step of a run is 1.
+    Rows of a stream are not written. The first step of a run is 1. ``ages`` are those of the training reader.
     """
     place, rows = f"step {step}", "Look"
     if config.data.stream is None:
-        reader = split_reader(config, ranks, age_weights(config), prefetch_batches=0)
+        reader = split_reader(config, ranks, ages, prefetch_batches=0)
         epoch, batch = divmod(step - 1, reader.batches_per_epoch)
         path = folder / f"not-finite-step-{step}-rank-{ranks.rank}.npz"
         reader.load_state_dict({**reader.state_dict(), "epoch": epoch, "batch": batch})

@@ -434,6 +434,11 @@ class Trainer:
             f"{self.precision}; "
             f"run folder {self._folder.path}"
         )
+        if (ages := self._reader.ages) is not None:
+            self._progress.say(
+                f"by age ({ages.half_life_days:g} days of half-life), the {self._reader.num_rows:,} rows count as "
+                f"{ages.effective_rows:,.0f} rows of equal weight"
+            )
         for line in (*_start_lines(self._start, self._state), *self._due.notes_on_clusterings()):
             self._progress.say(line)
 

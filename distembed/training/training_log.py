@@ -131,7 +131,8 @@ class TrainingLog:
         not_finite = self._window.first_not_finite()
         if not_finite is not None:
             steps_ago, loss = not_finite
-            raise keep_batch(self._config, self._ranks, self._folder.path, step - steps_ago, loss)
+            step -= steps_ago
+            raise keep_batch(self._config, self._ranks, self._folder.path, step, loss, self._reader.ages)
 
     def write(self, step: int, learning_rate: float) -> None:
         """Records and shows the line of the steps since the last line; ``step`` is the last of them.

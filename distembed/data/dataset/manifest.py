@@ -91,9 +91,11 @@ def _row_group_bounds(row_group: pq.RowGroupMetaData, previous_stop: int) -> tup
 def check_columns(path: str, columns: pa.Schema, schema: Schema) -> None:
     """Raises a UserError, naming ``path``, unless a file has all columns of a schema with types that fit their roles.
 
-    Labels, weights and dense columns are numeric, ids integers; multi-hot ids and dense sequences are lists of these.
+    Labels, weights and dense columns are numeric, ids and times integers; multi-hot ids and dense sequences are lists
+    of these.
     """
-    missing = [name for name in schema.columns if name not in columns.names]
+    times = () if schema.time is None else (schema.time,)
+    missing = [name for name in (*schema.columns, *times) if name not in columns.names]
     if missing:
         raise UserError(f"{path} lacks the columns {', '.join(missing)}: it has {', '.join(columns.names)}")
     # each role: column, whether it has lists, the check of its numbers' type, and the rule in words
@@ -101,6 +103,7 @@ def check_columns(path: str, columns: pa.Schema, schema: Schema) -> None:
         (name, False, _is_numeric, "a label, weight or dense column is numeric")
         for name in (*schema.targets, *schema.dense)
     ]
+    roles += [(name, False, pa.types.is_integer, "a time is an integer, in seconds since 1970") for name in times]
     roles += [(name, True, _is_numeric, "a dense sequence is a list of numbers") for name in schema.dense_sequences]
     for feature in schema.categorical:
         law = f"multi_hot={feature.multi_hot} needs {'a list of integers' if feature.multi_hot else 'integer'}"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
@@ -155,6 +156,15 @@ class RowGroup:
         except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: a seek to before the piece
             raise UserError(f"{self} cannot be read: {error}; {REMEDY}") from error
 
+    def times(self, rows: pa.Table, name: str, start: int = 0) -> NDArray[np.int64]:
+        """Returns the column of times of this row group's rows from row ``start`` on; a UserError names a null."""
+        column = rows.column(name)
+        if column.null_count:
+            row = start + pc.index(pc.is_null(column), True).as_py()
+            raise UserError(f"{self}, column {name!r}: row {row} has no time; give it one, or leave such rows out")
+        times: NDArray[np.int64] = column.to_numpy()
+        return times
+
 
 def list_row_groups(dataset_dir: Path, manifest: Manifest, split_name: str) -> tuple[RowGroup, ...]:
     """Returns the row groups of a split that have rows, in file order, after checking the footer of each file.
@@ -182,12 +192,23 @@ def list_row_groups(dataset_dir: Path, manifest: Manifest, split_name: str) -> t
 
 
 def read_times(dataset_dir: str | os.PathLike[str], split_name: str) -> NDArray[np.int64]:
-    """Returns the time of each row of a split [rows], in seconds since 1970; the schema has a time."""
+    """Returns the time of each row of a split [rows], in seconds since 1970; the schema has a time.
+
+    Raises a UserError for a row without a time.
+    """
     folder = dataset_folder(dataset_dir)
     manifest = Manifest.load(folder)
     name = str(manifest.schema.time)
     groups = list_row_groups(folder, manifest, split_name)
-    return np.concatenate([np.empty(0, np.int64), *(group.read([name]).column(name).to_numpy() for group in groups)])
+    return np.concatenate([np.empty(0, np.int64), *(group.times(group.read([name]), name) for group in groups)])
+
+
+def too_many_unreadable(problems: dict[str, str], most: int) -> UserError:
+    """Returns the error that more row groups cannot be read than are allowed, given their problems by their names."""
+    *_, latest = problems.values()
+    return UserError(
+        f"{len(problems)} row groups cannot be read, and data.skip_unreadable allows {most}; the last: {latest}"
+    )
 
 
 def wrong_num_rows(dataset_dir: Path, manifest: Manifest, split_name: str) -> str | None:

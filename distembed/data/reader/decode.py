@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from distembed.base.errors import RunError, UserError
 from distembed.data.dataset.records import Jagged, RecordBlock, RecordLayout
-from distembed.data.dataset.row_groups import RowGroup
+from distembed.data.dataset.row_groups import RowGroup, too_many_unreadable
 from distembed.data.dataset.schema import CategoricalFeature, Schema
 from distembed.data.reader.age import AgeWeights
 from distembed.data.reader.order import Segment, require_at_least
@@ -61,19 +61,23 @@ class GroupRows:
         """
         schema = self.schema
         if self.ages is not None and name == self.ages.time:
-            return self.ages.of_rows(self.table).astype(np.float32)
+            return self.ages.weights(self.times(name)).astype(np.float32)
         kinds = {label.name: label.kind for label in schema.all_labels}
         may_miss = schema.label is None if name in kinds else schema.missing_dense and name in schema.dense
         values = self._finite(self._column(name), name, may_miss)
         if name == schema.weight:
             self._refuse(name, values, values < 0, "a weight is 0 or more")
             if self.ages is not None:
-                values = (values * self.ages.of_rows(self.table)).astype(np.float32)
+                values = (values * self.ages.weights(self.times(self.ages.time))).astype(np.float32)
         if kinds.get(name) == "binary":
             setting = "label_kind" if name == schema.label else "the kind"
             law = f"a label is 0 or 1, unless the manifest's schema has {setting} 'number'"
             self._refuse(name, values, (values != 0) & (values != 1) & ~np.isnan(values), law)
         return values
+
+    def times(self, name: str) -> NDArray[np.int64]:
+        """Returns the column of times, in seconds since 1970; refuses a row without one."""
+        return self.group.times(self.table, name, self.start)
 
     def lists(self) -> dict[str, Jagged]:
         """Returns the columns of lists by name: ids of multi-hot features, then dense sequences.
@@ -207,7 +211,8 @@ class Decoder:
         # without weights of their own, rows have the weights that are computed from their times
         self.schema = schema if ages is None or schema.weight else replace(schema, weight=ages.time, time=None)
         self._layout = RecordLayout.from_schema(self.schema)
-        self.unreadable: dict[str, str] = {}  # the problem of each row group that could not be read, by its name
+        # the problem of each row group that could not be read, by its name
+        self.unreadable: dict[str, str] = {} if ages is None else dict(ages.unreadable)
 
     def decode(self, segments: Sequence[Segment]) -> RecordBlock:
         """Reads the rows of one or more segments into one block, in the order of the segments.
@@ -251,11 +256,3 @@ class Decoder:
             taken = table.take(np.arange(start, stop) % group.num_rows)
             return GroupRows(group, self.schema, 0, taken, self._ages)
         raise UserError(f"no row group can be read: {'; '.join(self.unreadable.values())}")
-
-
-def too_many_unreadable(problems: dict[str, str], most: int) -> UserError:
-    """Returns the error that more row groups cannot be read than are allowed, given their problems by their names."""
-    *_, latest = problems.values()
-    return UserError(
-        f"{len(problems)} row groups cannot be read, and data.skip_unreadable allows {most}; the last: {latest}"
-    )

@@ -196,7 +196,7 @@ class BatchReader:
         decoding = decoding or Decoding()
         folder = dataset_folder(dataset_dir)
         manifest = Manifest.load(folder)
-        self.schema = manifest.schema
+        self.schema, self.ages = manifest.schema, ages
         groups = list_row_groups(folder, manifest, split)
         self._order = EpochOrder(tuple(group.num_rows for group in groups), order, rows)
         self._decoder = Decoder(manifest.schema, groups, decoding.skip_unreadable, ages)

@@ -74,6 +74,7 @@ class StreamReader:
             )
         self._collectives = Collectives.in_own_group()
         self.unreadable: dict[str, str] = {}
+        self.ages: None = None  # rows of a stream are not weighted by age
         self.is_ended = False
         self.failure: RunError | UserError | None = None
         self.say: Callable[[str], None] = lambda text: None
