@@ -66,12 +66,13 @@ class PeriodMetrics:
         kind: The periods.
 
     Attributes:
+        kind: The periods.
         rows_without_period: Number of rows that no period counts: of closed periods, and of periods beyond a step's
             32 largest.
     """
 
     def __init__(self, kind: PeriodKind) -> None:
-        self._kind: PeriodKind = kind
+        self.kind: PeriodKind = kind
         self.rows_without_period = 0
         self._totals: dict[int, dict[str, Any]] = {}  # the period with the latest rows is the last
         self._num_rows: dict[int, int] = {}
@@ -113,7 +114,7 @@ class PeriodMetrics:
         lines = []
         for number in sorted(self._changed - {leave_out}):
             metrics = task.training_metrics(self._totals[number])
-            lines.append({"period": period_name(number, self._kind), "rows": self._num_rows[number], **metrics})
+            lines.append({"period": period_name(number, self.kind), "rows": self._num_rows[number], **metrics})
         self._changed &= {leave_out}
         return lines
 
@@ -121,6 +122,7 @@ class PeriodMetrics:
         """Returns the counts for a checkpoint, in plain values."""
         num_rows = [[number, self._num_rows[number]] for number in self._totals]
         return {
+            "kind": self.kind,
             "num_rows": num_rows,
             "changed": sorted(self._changed),
             "closed": list(self._closed.items()),

@@ -38,6 +38,7 @@ _MAY_CHANGE = {
     "data.stream.until_idle",
     "data.stream.max_rejected",
     "data.stream.max_bad_files",
+    "data.stream.metrics_by",
     "data.stream.poll_seconds",
     "data.stream.kafka_properties",
     "embedding.kernel",

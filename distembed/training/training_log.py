@@ -94,8 +94,11 @@ class TrainingLog:
                 if not self.has_steps:
                     self._window = MetricsWindow.restored(values, zeros, world_size, device)
             self._cumulative = CumulativeSums.restored(tensors)
-            if self._periods is not None and self._ranks.is_first:
-                self._periods.restore(resumed.values["periods"], tensors)
+            saved = resumed.values.get("periods")
+            if self._periods is None or saved is None or saved["kind"] != self._periods.kind:
+                self._window.take_periods()  # data.stream.metrics_by has changed: count rows from here on
+            elif self._ranks.is_first:
+                self._periods.restore(saved, tensors)
 
     def pause(self) -> AbstractContextManager[None]:
         """Leaves the time of the block out of the speed of training."""

@@ -145,6 +145,20 @@ def test_a_killed_run_has_the_lines_of_an_undisturbed_one(
     assert last["cumulative_logloss"] == pytest.approx(mean, rel=1e-9)
 
 
+@pytest.mark.parametrize("before, now", [("null", "day"), ("hour", "day"), ("day", "null")])
+def test_a_resumed_run_may_change_its_periods(
+    config: Path, rows: list[Row], tmp_path: Path, before: str, now: str
+) -> None:
+    source = write_files(tmp_path / "rows", rows, 3)
+    follow = ("train", config, "--follow", source, *IDLE, "train.checkpoint_every=2", "train.keep_checkpoints=99")
+    call(*follow, f"data.stream.metrics_by={before}", "--run-dir", tmp_path / "whole")
+    stopped_at(4, tmp_path / "whole", tmp_path / "killed")  # between two lines, of steps 3 and 6
+    call(*follow, f"data.stream.metrics_by={now}", "--resume", "--run-dir", tmp_path / "killed")
+    lines = [line for line in metrics(tmp_path / "killed", "period") if line["step"] > 4]
+    last = {line["period"]: line["rows"] for line in lines}
+    assert last == (Counter(map(day_of, rows[4 * 64 :])) if now == "day" else {})
+
+
 @pytest.mark.distributed
 def test_a_window_is_recorded_on_more_ranks_without_a_further_step(
     config: Path, rows: list[Row], tmp_path: Path
