@@ -1,7 +1,9 @@
 """Measures managed ids: hit rate, evictions and bytes of each policy, and their cost in a DLRM step on a CPU.
 
 A stream of 10^6 raw ids is skewed, and its frequent ids change over time. A table of quotient-remainder slots takes it
-in batches. The step is the one of ``bench_train.py``, with 26 tables; it takes turns with managed ids and without::
+in batches. The step is the one of ``bench_train.py``, with 26 tables; it takes turns with managed ids and without.
+Steps, and giving slots alone, have batches of their own that do not repeat with the default options: new ids arrive all
+the time::
 
     OMP_NUM_THREADS=1 python tools/bench_managed.py --output bench_managed.json
 """
@@ -29,7 +31,7 @@ from distembed.embedding.managed_sizes import ManagedSizes
 from distembed.embedding.settings import AdmissionConfig, EvictionConfig, ManagedConfig
 from distembed.training.managed_ids import evict_ids, managed_tables
 
-NUM_SLOTS, DRIFT, NUM_DRAWN = 20_000, 40_000, 64
+NUM_SLOTS, DRIFT, NUM_DRAWN = 20_000, 40_000, 200
 POLICIES = get_args(EvictionConfig.__annotations__["policy"])
 NUM_CANDIDATES = NUM_SLOTS // 4, NUM_SLOTS, 5 * NUM_SLOTS  # the first is the default
 WITHOUT = "no managed ids"
@@ -75,14 +77,15 @@ class Contender:
 
 def make_contenders(batch_size: int, ranks: Ranks) -> dict[str, Contender]:
     """Builds DLRM without managed ids, with slots for all ids, and with slots for a tenth of them."""
-    batches, contenders = draw_batches(batch_size, NUM_IDS, NUM_DRAWN), dict[str, Contender]()
+    drawn, contenders = draw_batches(batch_size, NUM_IDS, 2 * NUM_DRAWN), dict[str, Contender]()
+    batches, fresh = drawn[:NUM_DRAWN], drawn[NUM_DRAWN:]
     for name, size in {WITHOUT: None, "slots for all ids": NUM_IDS, "slots for a tenth": NUM_IDS // 10}.items():
         config = None if size is None else ManagedConfig(size, eviction=EvictionConfig(every=1))
         _, state = build_ours(batch_size, ranks, "fp32", ids=config)
         contenders[name] = contender = Contender(trainer_step(state, batches))
         if config is not None:
             features = ManagedFeatures({table.feature_names[0]: own for _, table, own in managed_tables(state.model)})
-            parts = (batch["sparse_features"] for batch in cycle(batches))
+            parts = (batch["sparse_features"] for batch in cycle(fresh))
             contender.slots = lambda give=features, turn=parts: give(next(turn), admits=True)  # type: ignore[misc]
             contender.evict = partial(evict_ids, state.model, state.optimizers.combined, 1)
     return contenders
