@@ -49,6 +49,7 @@ class ClickConfig(ClickLossConfig):
     """
 
     takes: ClassVar[str] = "logits"
+    weighs_rows: ClassVar[bool] = True
     name: Literal["click"] = "click"
     group: Annotated[str, Field(min_length=1)] | None = None
     headline: Literal["auc", "gauc", "logloss", "normalized_entropy"] = "auc"

@@ -84,6 +84,19 @@ class DeclaringTaskConfig(Protocol):
 
 
 @runtime_checkable
+class RowTaskConfig(Protocol):
+    """A task's section whose task has a loss and metrics of single rows, each by the row's weight.
+
+    Weights by age, and metrics by day, are for these tasks alone.
+
+    Attributes:
+        weighs_rows: True.
+    """
+
+    weighs_rows: ClassVar[bool]
+
+
+@runtime_checkable
 class ItemTaskConfig(Protocol):
     """A task's section that takes the features of the items from the model's section."""
 

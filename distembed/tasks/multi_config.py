@@ -54,6 +54,7 @@ class MultiConfig:
     """
 
     takes: ClassVar[str] = "multi_logits"
+    weighs_rows: ClassVar[bool] = True
     name: Literal["multi"] = "multi"
     labels: dict[str, LabelConfig] = field(default_factory=dict)
     headline: Annotated[str, Field(min_length=1)] | None = None

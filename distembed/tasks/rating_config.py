@@ -47,6 +47,7 @@ class RatingConfig(NumberConfig):
     """
 
     takes: ClassVar[str] = "pairs"
+    weighs_rows: ClassVar[bool] = True
     name: Literal["rating"] = "rating"
     regularization: NonNegativeNumber = 0.0
     headline: Literal["rmse", "mae"] = "rmse"

@@ -33,8 +33,7 @@ from distembed.partitions import PARTITIONS
 from distembed.planning import PlanConfig
 from distembed.sse.config import SSEConfig
 from distembed.tasks import TASKS, ClickConfig, MultiConfig, TaskSection
-from distembed.tasks.config import DeclaringTaskConfig, ItemTaskConfig
-from distembed.tasks.recommending_config import RecommendingConfig
+from distembed.tasks.config import DeclaringTaskConfig, ItemTaskConfig, RowTaskConfig
 from distembed.training.train_config import TrainConfig
 
 
@@ -150,13 +149,13 @@ class Config:
     @model_validator(mode="after")
     def _rows_have_times(self) -> "Config":
         """Refuses weights by age, and metrics by day, for a task that does not take single rows."""
-        if self.train.half_life_days is not None and isinstance(self.task, RecommendingConfig):
+        if self.train.half_life_days is not None and not isinstance(self.task, RowTaskConfig):
             raise ValueError(
-                f"train.half_life_days is {self.train.half_life_days:g}, and the task {self.task.name!r} takes all "
-                "rows alike; leave it out"
+                f"train.half_life_days is {self.train.half_life_days:g}, and the task {self.task.name!r} has no loss "
+                "of single rows with weights; leave it out"
             )
         stream = self.data.stream
-        if stream is not None and stream.metrics_by is not None and isinstance(self.task, RecommendingConfig):
+        if stream is not None and stream.metrics_by is not None and not isinstance(self.task, RowTaskConfig):
             raise ValueError(
                 f"data.stream.metrics_by is {stream.metrics_by!r}, and the task {self.task.name!r} has no metrics of "
                 "single rows; leave it out"

@@ -15,7 +15,7 @@ from distembed.base.names import one_of
 from distembed.data.dataset.kept import kept_dataset
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.periods import SECONDS, PeriodKind
-from distembed.tasks.recommending_config import RecommendingConfig
+from distembed.tasks.config import RowTaskConfig
 from distembed.training.config import Config
 from distembed.training.resume import choose_dataset, find_checkpoint, is_of_same_ids, load_run_config
 from distembed.training.start import require_labels, require_splits
@@ -73,7 +73,7 @@ def period_kind(name: str, run: TrainedRun) -> PeriodKind:
             f"--by {name}: the dataset {run.dataset} has no times of rows; prepare it with `time: {{column: ...}}` in "
             "the schema, or leave --by out."
         )
-    if isinstance(run.config.task, RecommendingConfig):
+    if not isinstance(run.config.task, RowTaskConfig):
         raise UserError(
             f"--by {name}: the task {run.config.task.name!r} has no metrics of single rows; leave --by out."
         )

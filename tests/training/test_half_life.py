@@ -1,11 +1,13 @@
 """Rows weighted by their age in training: equal to a dataset with these weights, computed by NumPy."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pydantic.dataclasses
 import pytest
 import yaml
 from numpy.typing import NDArray
@@ -16,6 +18,7 @@ from distembed.data.dataset.row_groups import read_times
 from distembed.data.reader import BatchOrder, BatchReader
 from distembed.data.reader.age import AgeWeights
 from distembed.data.reader.decode import Decoding
+from distembed.tasks import TASKS
 from distembed.training.config import load_config
 from tests.data.test_damage import flip_a_bit
 from tests.small_runs import ROWS, config_values, distembed, losses, metrics, write_dataset
@@ -131,3 +134,18 @@ def test_errors_say_what_to_do(tmp_path: Path) -> None:
     for settings in (['data.stream={"source": "rows"}'], ["task={name: ranking}", "model={name: mf}"]):
         with pytest.raises(UserError, match=r"half_life_days is 2.5, and .*leave it out"):
             load_config(None, ["train.half_life_days=2.5", *settings])
+
+
+@pytest.mark.parametrize("weighs_rows", [True, False])
+def test_a_task_of_ones_own_has_to_say_that_it_weighs_rows(monkeypatch: pytest.MonkeyPatch, weighs_rows: bool) -> None:
+    @pydantic.dataclasses.dataclass(frozen=True)
+    class Own:
+        name: str = "own"
+
+    if weighs_rows:
+        Own.weighs_rows = True  # type: ignore[attr-defined]
+    monkeypatch.setitem(TASKS, "own", Own)
+    stream = 'data.stream={"source": "rows", "metrics_by": "day"}'
+    for setting, problem in (("train.half_life_days=2.5", "no loss of single"), (stream, "no metrics of single")):
+        with nullcontext() if weighs_rows else pytest.raises(UserError, match=f"the task 'own' has {problem} rows"):
+            load_config(None, ["task={name: own}", "data.path=rows", setting])
