@@ -18,6 +18,7 @@ import yaml
 from distembed.base.errors import UserError
 from distembed.training.config import load_config
 from distembed.training.loggers import _MOST_WAITING, LOGGERS, LoggedRun, Loggers, MetricsLogger
+from distembed.training.run_folder.folder import RunFolder
 from tests.small_runs import call, metrics
 
 
@@ -154,6 +155,16 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> type[Slow]:
 
 def logged(step: int) -> tuple[int, dict[str, float]]:
     return step, {"train/loss": 1 / step}
+
+
+def test_lines_of_periods_are_in_metrics_jsonl_alone(slow: type[Slow], tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    slow.may_take.set()
+    with run.open("data: {}\n", {}, 0, loggers=["slow"]):
+        run.record("train", 1, {"loss": 1.0})
+        run.record("period", 1, {"period": "2026-01-01", "rows": 3})
+    assert slow.taken == [logged(1)]
+    assert [line["rows"] for line in metrics(run.path, "period")] == [3]
 
 
 @pytest.mark.parametrize("is_finished", [True, False])
