@@ -1,9 +1,10 @@
-"""Raw rows for streams, a dataset prepared from them, the order in which training reads it, and a broker."""
+"""Raw rows for streams, a dataset prepared from them, the order in which training reads it, runs, and brokers."""
 
 import ctypes
 import json
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,10 @@ from distembed.data.dataset.row_groups import list_row_groups
 from distembed.data.prepare.table import prepare_table
 from distembed.data.reader.order import BatchOrder, EpochOrder
 from distembed.data.table.schema import TableSchema
+from tests.processes import start_processes
 from tests.ranks import free_port
 from tests.robustness.checkpoint_numbers import saved_numbers
-from tests.small_runs import config_values
+from tests.small_runs import call, config_values, run_command
 
 NUM_ROWS = 2000
 SCHEMA = {
@@ -34,6 +36,7 @@ SCHEMA = {
     "dense": {"price": {"transform": "log"}, "age": {"transform": "standardize"}},
     "categorical": {"site": {}, "day": {"kind": "integer"}, "tags": {"separator": "|", "max_length": 2}},
 }
+IDLE = ("--until-idle", "0.4", "data.stream.poll_seconds=0.2")
 Row = Mapping[str, Any]
 _FETCH = 1  # the number of a request of the Kafka protocol
 
@@ -186,3 +189,21 @@ def send(producer: Producer, topic: str, rows: Sequence[Row], partition: int = 0
     for row in rows:
         producer.produce(topic, json.dumps(row), partition=partition)
     producer.flush(30)
+
+
+def follow(config: Path, source: object, run: Path, *settings: object) -> str:
+    return call("train", config, "--follow", source, *IDLE, *settings, "--run-dir", run)
+
+
+def start_run(
+    ranks: int, config: Path, source: object, run: Path, *settings: str, command: Callable[..., None] = run_command
+) -> list[Any]:
+    follows = ("--follow", source, *settings, "--run-dir", run, "--resume-or-start")
+    arguments = ("train", config, *follows)
+    return list(start_processes(ranks, command, arguments, run.parent, ranks, free_port()).processes)
+
+
+def wait_for_steps(run: Path, processes: Sequence[Any], steps: int) -> None:
+    while not (run / "metrics.jsonl").exists() or (run / "metrics.jsonl").read_text().count("\n") < steps:
+        assert all(process.is_alive() for process in processes), (run.parent / "errors").read_text()
+        time.sleep(0.02)

@@ -6,12 +6,10 @@ import os
 import random
 import re
 import resource
-import shutil
 import signal
-import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,59 +20,32 @@ from confluent_kafka import Producer
 
 from distembed.base.errors import RunError, TemporaryFailure, UserError
 from distembed.data import remote
-from distembed.data.dataset.config import StreamConfig
 from distembed.data.prepare.table import inputs
 from distembed.data.stream import folder, journal, kafka
 from distembed.data.stream import source as source_module
 from distembed.data.stream.folder import FolderSource
 from distembed.data.stream.journal import Journal
 from distembed.data.table.schema import TableSchema
-from tests.processes import start_processes
-from tests.ranks import free_port
 from tests.robustness.s3_server import reached_s3
 from tests.small_runs import call, distembed, metrics, run_command
 from tests.small_runs import write_dataset as write_dataset_without_raw_rows
 from tests.training.stream_runs import (
+    IDLE,
     SCHEMA,
-    MockBroker,
     Row,
     draw_rows,
+    follow,
     kafka_broker,
-    prepare,
     require_equal,
     send,
+    start_run,
     tansu_broker,
-    training_order,
+    wait_for_steps,
     write_file,
     write_files,
 )
 
 NUM_KILLS = 7
-IDLE = ("--until-idle", "0.4", "data.stream.poll_seconds=0.2")
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare(tmp_path_factory.mktemp("prepared"), draw_rows())
-
-
-@pytest.fixture(scope="module")
-def ordered(config: Path) -> list[Row]:
-    """The rows of the training split, in the order in which training on the dataset reads them."""
-    rows = draw_rows()
-    return [rows[number] for number in training_order(config.parent / "dataset", 64)]
-
-
-@pytest.fixture(scope="module")
-def trained(config: Path) -> Path:
-    """A run on the prepared rows."""
-    run = config.parent / "trained"
-    distembed("train", config, "--run-dir", run)
-    return run
-
-
-def follow(config: Path, source: object, run: Path, *settings: object) -> str:
-    return call("train", config, "--follow", source, *IDLE, *settings, "--run-dir", run)
 
 
 @pytest.mark.parametrize(
@@ -100,16 +71,6 @@ def test_a_stream_gives_the_weights_and_the_metrics_of_the_prepared_rows(
     mean = sum(line["loss"] * count for line, count in zip(lines, rows, strict=True)) / sum(rows)
     assert lines[-1]["cumulative_loss"] == pytest.approx(mean, rel=1e-6)
     assert len(metrics(run, "eval")) == 2  # of the validation split at the end, and of the test split
-
-
-def test_messages_of_a_topic_are_rows_too(config: Path, ordered: list[Row], trained: Path, tmp_path: Path) -> None:
-    with kafka_broker() as (address, producer):
-        for value in (None, b"", b" \n"):  # malformed rows
-            producer.produce("clicks", value, partition=0)
-        send(producer, "clicks", ordered)
-        follow(config, f"kafka://{address}/clicks", tmp_path / "run")
-    require_equal(tmp_path / "run", trained)
-    assert metrics(tmp_path / "run", "train")[-1]["rejected_rows"] == 3
 
 
 @pytest.mark.thorough
@@ -239,20 +200,6 @@ def test_a_stream_ends_at_its_rows_and_goes_on(config: Path, tmp_path: Path) -> 
         call("train", config, "--run-dir", tmp_path / "once", "--resume")
 
 
-def start_run(
-    ranks: int, config: Path, source: object, run: Path, *settings: str, command: Callable[..., None] = run_command
-) -> list[Any]:
-    follows = ("--follow", source, *settings, "--run-dir", run, "--resume-or-start")
-    arguments = ("train", config, *follows)
-    return list(start_processes(ranks, command, arguments, run.parent, ranks, free_port()).processes)
-
-
-def wait_for_steps(run: Path, processes: Sequence[Any], steps: int) -> None:
-    while not (run / "metrics.jsonl").exists() or (run / "metrics.jsonl").read_text().count("\n") < steps:
-        assert all(process.is_alive() for process in processes), (run.parent / "errors").read_text()
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.distributed)])
 def test_sigterm_saves_while_a_stream_waits_for_rows(config: Path, tmp_path: Path, ranks: int) -> None:
     source, run, rows = tmp_path / "rows", tmp_path / "run", draw_rows(400)
@@ -268,67 +215,6 @@ def test_sigterm_saves_while_a_stream_waits_for_rows(config: Path, tmp_path: Pat
     distembed("train", config, "--follow", source, *IDLE, "--run-dir", run, "--resume", ranks=ranks)
     distembed("train", config, "--follow", source, *IDLE, "--run-dir", tmp_path / "whole", ranks=ranks)
     require_equal(run, tmp_path / "whole")
-
-
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.distributed)])
-def test_sigterm_saves_while_a_broker_sends_nothing(config: Path, tmp_path: Path, ranks: int) -> None:
-    broker, run = MockBroker(), tmp_path / "run"
-    send(broker.producer, "clicks", draw_rows(400))
-    follows = ("train", config, "--follow", f"kafka://{broker.address}/clicks", *IDLE)
-    distembed(*follows, "--max-rows", 128, "--run-dir", run, ranks=ranks)
-    broker.refuse_fetches()
-    (tmp_path / "output").touch()
-    processes = start_run(ranks, config, follows[3], run)
-    while "waiting: the brokers" not in (tmp_path / "output").read_text():
-        assert all(process.is_alive() for process in processes), (tmp_path / "errors").read_text()
-        time.sleep(0.1)
-    for process in processes:
-        os.kill(process.pid, signal.SIGTERM)
-    for process in processes:
-        process.join()
-    assert [process.exitcode for process in processes] == [75] * ranks
-    broker.answer_fetches()
-    distembed(*follows, "--run-dir", run, "--resume", ranks=ranks)
-    distembed(*follows, "--run-dir", tmp_path / "whole", ranks=ranks)
-    require_equal(run, tmp_path / "whole")
-    assert metrics(run, "train")[-1]["samples"] == 400
-
-
-@pytest.mark.thorough
-def test_a_broker_that_dies_and_comes_back_costs_no_row(config: Path, tmp_path: Path) -> None:
-    broker, rows = MockBroker(), draw_rows(1000)
-    source = f"kafka://{broker.address}/clicks"
-    broker.create("clicks")
-    (process,) = start_run(1, config, source, tmp_path / "run", *IDLE[:1], "5", *IDLE[2:])
-    for number in range(5):
-        send(broker.producer, "clicks", rows[200 * number : 200 * (number + 1)])
-        wait_for_steps(tmp_path / "run", [process], 3 * number + 1)
-        broker.set_down(True)
-        time.sleep(1.5)
-        broker.set_down(False)
-    process.join()
-    assert process.exitcode == 0, (tmp_path / "errors").read_text()
-    follow(config, source, tmp_path / "whole")
-    require_equal(tmp_path / "run", tmp_path / "whole")
-    assert metrics(tmp_path / "run", "train")[-1]["samples"] == len(rows)
-
-
-@pytest.mark.thorough
-def test_a_broker_that_stays_silent_ends_a_run_after_a_checkpoint(
-    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    broker = MockBroker()
-    send(broker.producer, "clicks", draw_rows(400))
-    source = f"kafka://{broker.address}/clicks"
-    monkeypatch.setattr(source_module, "GONE_SECONDS", 5.0)
-    threading.Timer(4.0, broker.set_down, [True]).start()
-    with pytest.raises(TemporaryFailure, match=rf"{broker.address}, topic 'clicks': no answer for 5 s .*--resume"):
-        call("train", config, "--follow", source, "train.checkpoint_every=0", "--run-dir", tmp_path / "run")
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000006-interrupted"]
-    broker.set_down(False)
-    follow(config, source, tmp_path / "run", "--resume")
-    follow(config, source, tmp_path / "whole")
-    require_equal(tmp_path / "run", tmp_path / "whole")
 
 
 def test_a_full_disk_ends_a_run_and_costs_no_row(config: Path, tmp_path: Path) -> None:
@@ -450,61 +336,6 @@ def test_a_killed_stream_trains_each_row_once_in_the_order_of_its_journal(
     require_equal(run, tmp_path / "whole")
 
 
-class Repeating:
-    """A consumer that returns each message twice, and the messages of the call before once more."""
-
-    def __init__(self, consumer: Any) -> None:
-        self._consumer, self._before = consumer, list[Any]()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._consumer, name)
-
-    def consume(self, num_messages: int, timeout: float) -> list[Any]:
-        before, self._before = self._before, self._consumer.consume(num_messages, timeout)
-        return [*before, *(message for message in self._before for _ in range(2))]
-
-
-def test_a_message_that_comes_again_is_no_row_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kafka, "_BLOCK_MESSAGES", 7)
-    broker = MockBroker()
-    broker.create("clicks", 2)
-    for partition in range(2):
-        send(broker.producer, "clicks", draw_rows(20 + partition), partition)
-    source = kafka.KafkaSource(
-        StreamConfig(source=f"kafka://{broker.address}/clicks"), TableSchema.from_json(SCHEMA, "test")
-    )
-    source._consumer = Repeating(source._consumer)
-    blocks = [[found[1] for found in source.blocks(piece) if found is not None] for piece in source.new_pieces()]
-    assert [sum(block.num_rows for block in of_piece) for of_piece in blocks] == [20, 21]
-    source.close()
-
-
-def test_a_partition_that_is_added_is_read_from_its_beginning(tmp_path: Path) -> None:
-    broker, rows = MockBroker(), draw_rows(30)
-
-    def create(num_partitions: int) -> None:
-        broker.create("clicks", num_partitions)
-        producer = Producer({"bootstrap.servers": broker.address})  # which asks anew for the partitions
-        for partition in range(num_partitions):
-            send(producer, "clicks", rows[10 * partition : 10 * (partition + 1)], partition)
-
-    create(2)
-    source = kafka.KafkaSource(
-        StreamConfig(source=f"kafka://{broker.address}/clicks"), TableSchema.from_json(SCHEMA, "test")
-    )
-    assert [(piece["partition"], piece["start"], piece["stop"]) for piece in source.new_pieces()] == [
-        (0, 0, 10),
-        (1, 0, 10),
-    ]
-    broker.delete("clicks")
-    create(3)  # the mock broker has no other way to add a partition
-    (piece,) = source.new_pieces()
-    assert piece == {"topic": "clicks", "partition": 2, "start": 0, "stop": 10}
-    blocks = [found[1] for found in source.blocks(piece) if found is not None]
-    assert sum(block.num_rows for block in blocks) == 10
-    source.close()
-
-
 def test_a_file_is_read_once_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
@@ -560,34 +391,6 @@ def test_a_resumed_run_begins_with_the_part_that_its_checkpoint_is_in(
     assert last["rejected_rows"] == whole["rejected_rows"] == 3
 
 
-@pytest.mark.thorough
-def test_a_journal_drops_what_no_checkpoint_needs(
-    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(journal, "_PIECES_BETWEEN_DROPS", 7)
-    monkeypatch.setattr(kafka, "_MOST_MESSAGES", 20)
-    broker, rows, run = MockBroker(), draw_rows(1200), tmp_path / "run"
-    broker.create("clicks", 3)
-    for partition, (start, stop) in enumerate(((0, 700), (700, 1100), (1100, 1200))):
-        send(broker.producer, "clicks", rows[start:stop], partition)
-    source = f"kafka://{broker.address}/clicks"
-    follow(config, source, tmp_path / "whole", "--max-rows", "640", "train.checkpoint_every=0")
-    assert len(Journal(tmp_path / "whole").summary) == 0  # without a checkpoint all pieces are needed
-    follow(config, source, tmp_path / "whole", "--resume")
-    follow(config, source, run, "--max-rows", "640")
-    left = Journal(run)
-    assert left.first > 0 and {piece["partition"] for piece in left.summary} == {0, 1, 2}
-    newest = max((run / "checkpoints").iterdir())
-    shutil.rmtree(newest)  # the one before it needs its pieces too
-    follow(config, source, run, "--resume")
-    require_equal(run, tmp_path / "whole")
-    assert metrics(run, "train")[-1]["samples"] == len(rows)
-    for checkpoint in (run / "checkpoints").iterdir():
-        shutil.rmtree(checkpoint)
-    with pytest.raises(UserError, match=r"stream.jsonl lists the pieces \d+ to \d+ .* is in piece 1; put back"):
-        follow(config, source, run, "--resume")
-
-
 def test_a_journal_keeps_the_names_of_files_and_the_last_offsets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -622,19 +425,6 @@ def test_a_read_error_that_may_pass_keeps_the_file_for_a_resumed_run(config: Pat
     assert "bad_files" not in metrics(run, "train")[-1]
 
 
-def test_a_resumed_run_needs_its_journal_and_its_topic(config: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    with kafka_broker() as (address, producer):
-        for topic in ("clicks", "views"):
-            send(producer, topic, draw_rows(200))
-        follow(config, f"kafka://{address}/clicks", run, "--max-rows", "64")
-        with pytest.raises(UserError, match="has read the topic 'clicks', and data.stream.source names 'views'"):
-            follow(config, f"kafka://{address}/views", run, "--max-rows", "128", "--resume")
-        (run / "stream.jsonl").unlink()
-        with pytest.raises(UserError, match=r"stream.jsonl lists the pieces 1 to 0 .* is in piece 1; put back the run"):
-            follow(config, f"kafka://{address}/clicks", run, "--max-rows", "128", "--resume")
-
-
 def test_errors_say_what_to_do(config: Path, tmp_path: Path) -> None:
     run, rows = tmp_path / "run", write_files(tmp_path / "rows", draw_rows(100), 1)
     (tmp_path / "empty").mkdir()
@@ -651,20 +441,3 @@ def test_errors_say_what_to_do(config: Path, tmp_path: Path) -> None:
         follow(config, rows, tmp_path / "run2", "train.dense_optimizer.schedule.decay=linear")
     with pytest.raises(UserError, match="train.epochs is 2"):
         follow(config, rows, tmp_path / "run2", "train.epochs=2")
-
-
-def test_errors_of_a_topic_say_what_to_do(config: Path, tmp_path: Path) -> None:
-    with kafka_broker() as (address, producer):
-        producer.list_topics("empty", timeout=10)
-        for name in ("auto.offset.reset", "bootstrap.servers"):
-            (tmp_path / "kafka").write_text(f"client.id=us\n{name}=latest\n")
-            properties = f"data.stream.kafka_properties={json.dumps(str(tmp_path / 'kafka'))}"
-            with pytest.raises(UserError, match=f"sets {name}, on which"):
-                follow(config, f"kafka://{address}/empty", tmp_path / "run", properties)
-        for topic, error in (("a/b", "give kafka://HOST"), ("missing", "have no topic"), ("empty", "no row came")):
-            with pytest.raises(UserError, match=error):
-                follow(config, f"kafka://{address}/{topic}", tmp_path / f"run-{topic[:1]}")
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        for port in (1, silent.getsockname()[1]):
-            with pytest.raises(RunError, match=rf"no broker at 127.0.0.1:{port} answers .*clicks.*see whether it runs"):
-                follow(config, f"kafka://127.0.0.1:{port}/clicks", tmp_path / "run")
