@@ -229,6 +229,25 @@ def product_of_two(optimizer: str | None) -> tuple[TritonLookup, list[Storage]]:
     return TritonLookup(Formula([range(8)] * 2, True, True), [parts], [1], storages), storages
 
 
+def rows_by_key(gradients: list[float]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Updates four rows by Adagrad, of which four ids have rows 0, 0, 2 and 2; returns rows and states."""
+    storages = [Storage([torch.ones(rows * 4)], "adagrad", torch.ones(rows * 4), 0.1, 1e-2) for rows in (4, 6)]
+    parts = [TablePart(Digit(2, 4), 0, 4), TablePart(Digit(1, None), 0, 6)]
+    lookup = TritonLookup(Formula([range(4)] * 2, True, True), [parts], [1], storages)
+    vectors = lookup(torch.tensor([0, 1, 4, 5]), torch.arange(5), None, storages)
+    vectors.backward(torch.tensor(gradients)[:, None].expand(4, 4))
+    states = storages[0].states
+    assert states is not None
+    return storages[0].weights[0].view(4, 4)[:, 0], states.view(4, 4)[:, 0]
+
+
+def test_sums_of_zero_leave_rows_and_sums_that_are_no_numbers_reach_them(run: Run) -> None:
+    rows, states = run(rows_by_key, [1.0, -1.0, 2.0, 0.0])
+    assert rows.tolist() == pytest.approx([1, 1, 1 - 0.2 / (5**0.5 + 0.01), 1]) and states.tolist() == [1, 1, 5, 1]
+    rows, _ = run(rows_by_key, [1.0, float("nan"), 0.0, 0.0])
+    assert rows.isnan().tolist() == [True, False, False, False]
+
+
 @pytest.mark.parametrize(("num_ids", "num_bags"), [(2**31, 1), (0, 2**31)])
 def test_more_ids_or_bags_than_kernels_count_are_refused(num_ids: int, num_bags: int) -> None:
     lookup, _ = product_of_two("sgd")
