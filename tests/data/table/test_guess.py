@@ -93,6 +93,13 @@ def test_odd_names_and_texts_for_missing_values_read_back(tmp_path: Path) -> Non
     assert schema.text.missing_values == ["", "NA"]
 
 
+@pytest.mark.parametrize(("clock", "expected"), [(" {:02d}:30:00", "when"), ("", None)])
+def test_texts_with_a_clock_are_times_under_any_name(clock: str, expected: str | None, tmp_path: Path) -> None:
+    rows = [f"{n % 2},{n % 7},2026-01-{1 + n % 28:02d}" + clock.format(n % 24) for n in range(90)]
+    schema, _ = guessed("\n".join(["click,item,when", *rows]).encode(), "rows.csv", tmp_path)
+    assert (schema.time and schema.time.column) == expected
+
+
 @pytest.mark.parametrize("content", [b"", b"a,b\n", b"a,b\n1,2\n"])
 def test_what_says_nothing_is_refused(content: bytes, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="rows.csv has no"):

@@ -1,7 +1,7 @@
 """Guesses a schema from the first rows of a table, and writes it as YAML with comments on each column.
 
 The guess is a beginning, which a user reads and mends. The label is found by its name and values, the time by its name
-and form, weights by their name. Numbers with fractions are dense; whole numbers are dense where there are many, unless
+or form, weights by their name. Numbers with fractions are dense; whole numbers are dense where there are many, unless
 their name says that they are ids. Columns with one value, with another value in each row, or with the name of an
 outcome are left out, as comments.
 """
@@ -281,11 +281,17 @@ def _is_binary(column: ColumnProfile) -> bool:
 
 
 def _time_format(column: ColumnProfile) -> str | None:
-    """Returns the first format by which all values are times of 1973 to 2103; None without, or for another name."""
+    """Returns the first format by which all values are times of 1973 to 2103; None without.
+
+    A column with the name of something else has a time only where its texts have a clock, as ``2026-01-03 04:00``.
+    """
     if column.kind == TIME:
         return "auto"
     values = column.distinct[:_LOOKED_AT]
-    if not (_TIME_NAME.search(column.name) or column.name.isdecimal()) or column.kind == BOOLEAN or not len(values):
+    if column.kind == BOOLEAN or not len(values):
+        return None
+    is_named = _TIME_NAME.search(column.name) or column.name.isdecimal()
+    if not is_named and (column.numbers is not None or ":" not in str(values[0])):
         return None
     for format in (*(["auto"] if column.numbers is None else []), *_TIME_FORMATS):
         seconds, wrong = time_values(values, TimeColumn(column.name, format))
