@@ -109,6 +109,7 @@ class TritonLookup:
                 POOLS=pools,
                 LANES=_KEY_LANES,
                 FEATURE_BITS=(tables.num_features - 1).bit_length(),
+                **_OPTIONS,
             )
         if checks_rows():
             _require_rows(ids, offsets, keys)
@@ -144,6 +145,7 @@ class TritonLookup:
             POOLS=formula.pools,
             LANES=lanes,
             FEATURE_BITS=(tables.num_features - 1).bit_length(),
+            **_OPTIONS,
         )
         return outputs
 
@@ -210,6 +212,8 @@ JOINED_NUMBERS = 4096
 _KEY_LANES = 128
 """Number of bags, or ids, whose keys a program writes."""
 _MOST = 2**31 - 1
+_OPTIONS = {"enable_fp_fusion": True}
+"""Options of Triton's compiler: products are added in one step; the default differs between versions of Triton."""
 _OWNER_BYTES, _ORDER_BYTES = 4, 8
 """Bytes of an id's owner (:class:`TritonBatch`), and of its place before keys are sorted."""
 _WRITE_GRADIENT, _WRITE_AT_KEY, _WRITE_AT_PLACE = 3, 4, 5
@@ -443,4 +447,5 @@ class _Backward:
             "ACTION": target.action,
             "ROUNDS_AT_RANDOM": target.seed is not None,
             "CHUNK": CHUNK,
+            **_OPTIONS,
         }
