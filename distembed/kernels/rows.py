@@ -99,7 +99,7 @@ def row_of(raw_id: Any, rule: Any) -> Any:
     last_hash, before, after, divisor, divisor_reciprocal, modulus, modulus_reciprocal, last_row, first_row = rule
     row = raw_id
     if last_hash != 0:
-        # the 63 bits of which ``KeyedHash`` takes the remainder, for a modulus of at most 2^31
+        # ``KeyedHash`` takes the remainder of 63 bits, for a modulus of at most 2^31
         state = mixed(mixed(np.uint64(raw_id) ^ np.uint64(before)) + np.uint64(after))
         if np.int64(state >> _ONE) > last_hash:
             state = mixed(state)

@@ -75,7 +75,7 @@ class MetricsWindow:
         self.sums = _added(self.sums, sums)
 
     def has_room(self, periods: StepPeriods) -> bool:
-        """Returns whether a step's periods fit beside those of earlier steps; else :meth:`take_periods` makes room."""
+        """Returns whether a step's periods fit beside earlier ones; else :meth:`take_periods` makes room."""
         return len(self.period_rows.keys() | periods.num_rows.keys()) <= MOST_PERIODS
 
     def add_periods(self, periods: StepPeriods) -> None:
@@ -94,7 +94,7 @@ class MetricsWindow:
         return num_rows, taken
 
     def add_counts(self, counts: Mapping[str, Tensor]) -> None:
-        """Adds :func:`id_counts`."""
+        """Adds the counts of ids by table, as :func:`id_counts` returns them."""
         self.counts = _added(self.counts, counts)
 
     def first_not_finite(self) -> tuple[int, float] | None:

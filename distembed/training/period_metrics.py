@@ -25,7 +25,7 @@ from distembed.tasks.base import Outputs, Task
 _PERIOD = "period:"
 PERIOD_TOTALS = "total period:"
 """Beginning of the names of rank 0's totals in checkpoints."""
-_MOST_CLOSED = 10_000  # closed periods that are remembered, those of the most rows: 13 months of hours
+_MOST_CLOSED = 10_000  # closed periods that are remembered, first the periods of the most rows
 
 
 def sums_by_period(task: Task, outputs: Outputs, sums: Outputs, periods: StepPeriods) -> dict[str, Tensor]:

@@ -207,8 +207,8 @@ def split_reader(
             config.data.threads_of_rank(ranks.local_world_size) if prefetch_batches else 0,
             config.data.skip_unreadable,
             pins=ranks.device.type == "cuda",
+            ages=ages,
         ),
-        ages=ages,
     )
 
 
@@ -235,7 +235,7 @@ def gather_unreadable(
 def keep_batch(config: Config, ranks: Ranks, folder: Path, step: int, loss: float, ages: AgeWeights | None) -> RunError:
     """Writes this rank's rows of a step to a file in the run's folder, and returns the error, which names the file.
 
-    Rows of a stream are not written. The first step of a run is 1. ``ages`` are those of the training reader.
+    Rows of a stream are not written. The first step of a run is 1. ``ages`` are the training reader's ages.
     """
     place, rows = f"step {step}", "Look"
     if config.data.stream is None:

@@ -78,7 +78,7 @@ class TrainingLog:
         return self._window.loss is not None
 
     def begin(self, progress: TrainingProgress, resumed: ResumedRun | None) -> None:
-        """Starts the time of the first line, or goes on with that of a checkpoint; ``progress`` shows the lines.
+        """Starts the time of the first line, or goes on with a checkpoint's time; ``progress`` shows the lines.
 
         All ranks call it.
         """

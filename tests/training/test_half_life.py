@@ -61,7 +61,9 @@ def test_batches_have_the_weights_of_the_ages(tmp_path: Path, is_weighted: bool,
     ages = AgeWeights.of_split(dataset, "train", HALF_LIFE, skip_unreadable=0)
     found = []
     for rank in range(world_size):
-        reader = BatchReader(dataset, "train", BatchOrder(64), rank=rank, world_size=world_size, ages=ages)
+        reader = BatchReader(
+            dataset, "train", BatchOrder(64), rank=rank, world_size=world_size, decoding=Decoding(ages=ages)
+        )
         found += [batch["weights"].numpy() for batch in reader]
     expected = expected_weights(is_weighted)
     assert ages.effective_rows == pytest.approx(expected.sum() ** 2 / (expected**2).sum(), rel=1e-9)
@@ -123,7 +125,7 @@ def test_unreadable_row_groups_are_counted_and_reported(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="row group 1" if most == 0 else "2 row groups cannot be read"):
             AgeWeights.of_split(dataset, "train", HALF_LIFE, skip_unreadable=most)
     ages = AgeWeights.of_split(dataset, "train", HALF_LIFE, skip_unreadable=2)
-    reader = BatchReader(dataset, "train", BatchOrder(64), decoding=Decoding(skip_unreadable=2), ages=ages)
+    reader = BatchReader(dataset, "train", BatchOrder(64), decoding=Decoding(skip_unreadable=2, ages=ages))
     assert [name[-1] for name in reader.unreadable] == ["1", "3"]
 
 

@@ -194,6 +194,7 @@ class Decoding:
     threads: int = 0  # that decode rows ahead; 0 decodes them where batches are made
     skip_unreadable: int = 0  # row groups that may be unreadable, whose rows others take the place of
     pins: bool = False  # whether batches are in page-locked memory, from which a GPU copies asynchronously
+    ages: AgeWeights | None = None  # weights by times, with which batches have weights even if the dataset has none
 
     def __post_init__(self) -> None:
         require_at_least("decode_threads", self.threads, 0)

@@ -31,7 +31,6 @@ from distembed.data.dataset.manifest import MANIFEST_NAME, Manifest
 from distembed.data.dataset.mirror import dataset_folder
 from distembed.data.dataset.records import RecordBlock
 from distembed.data.dataset.row_groups import list_row_groups
-from distembed.data.reader.age import AgeWeights
 from distembed.data.reader.batch import Batch, BatchAssembler
 from distembed.data.reader.decode import Decoder, Decoding
 from distembed.data.reader.order import BatchOrder, BatchShares, EpochOrder, Window, require_at_least
@@ -173,7 +172,6 @@ class BatchReader:
         prefetch_batches: Number of batches that a thread makes ahead; 0 makes them in the caller's thread.
         decoding: How row groups are decoded.
         rows: The rows of the split that are read, where they are not shuffled; all unless given.
-        ages: Weights of rows by their times, with which batches have weights even if the dataset has none; or None.
     """
 
     def __init__(
@@ -187,7 +185,6 @@ class BatchReader:
         prefetch_batches: int = 4,
         decoding: Decoding | None = None,
         rows: range | None = None,
-        ages: AgeWeights | None = None,
     ) -> None:
         require_at_least("world_size", world_size, 1)
         require_at_least("prefetch_batches", prefetch_batches, 0)
@@ -196,10 +193,10 @@ class BatchReader:
         decoding = decoding or Decoding()
         folder = dataset_folder(dataset_dir)
         manifest = Manifest.load(folder)
-        self.schema, self.ages = manifest.schema, ages
+        self.schema, self.ages = manifest.schema, decoding.ages
         groups = list_row_groups(folder, manifest, split)
         self._order = EpochOrder(tuple(group.num_rows for group in groups), order, rows)
-        self._decoder = Decoder(manifest.schema, groups, decoding.skip_unreadable, ages)
+        self._decoder = Decoder(manifest.schema, groups, decoding.skip_unreadable, decoding.ages)
         self._ranks, self._prefetch_batches, self._decoding = (rank, world_size), prefetch_batches, decoding
         self._identity = {
             "dataset": hashlib.sha256((folder / MANIFEST_NAME).read_bytes()).hexdigest()[:16],
