@@ -30,12 +30,13 @@ def changed_files(base: str) -> list[str]:
 
 def touched_tests(changed: list[str]) -> list[str]:
     """Returns the test files that the changed files touch."""
-    graph = grimp.build_graph("distembed", "launch", cache_dir=None)
+    graph = grimp.build_graph("distembed", "distembed_launch", cache_dir=None)
     for module in graph.modules:
         if module == "distembed" or module.startswith(_COMMAND_LINE):
             for imported in graph.find_modules_directly_imported_by(module):
                 graph.remove_import(importer=module, imported=imported)
-    modules = {path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in changed} & graph.modules
+    modules = {re.sub("^launch/", "distembed_launch/", path).removesuffix(".py") for path in changed}
+    modules = {name.removesuffix("/__init__").replace("/", ".") for name in modules} & graph.modules
     modules = modules.union(*(graph.find_downstream_modules(module) for module in modules))
     return [
         str(path.relative_to(ROOT))
@@ -62,7 +63,7 @@ def _parts(path: Path, known: frozenset[Path] = frozenset()) -> set[Path]:
 
 def _names(text: str, modules: set[str], changed: list[str]) -> bool:
     """Whether a text imports or names one of the modules, or names a changed file that is no module."""
-    named = set(re.findall(r"\b(?:distembed|launch)[.\w]*", text))
+    named = set(re.findall(r"\bdistembed[.\w]*", text))
     named |= {".".join(pair) for pair in re.findall(r"^ *from ([.\w]+) import (\w+)", text, re.MULTILINE)}
     return bool(named & modules) or any(Path(path).name in text for path in changed if not path.endswith(".py"))
 

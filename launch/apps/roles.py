@@ -8,7 +8,7 @@ from typing import Any
 from torchx import specs
 
 from distembed.base.errors import UserError
-from launch.apps.request import NodeRequest, Shape
+from distembed_launch.apps.request import NodeRequest, Shape
 
 ELASTIC = ("docker", "kubernetes", "local", "ray", "slurm")
 """Schedulers, by TorchX's names of their back ends, on which a job continues with fewer nodes."""

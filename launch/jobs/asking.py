@@ -14,7 +14,7 @@ from torchx import specs
 from torchx.runner import Runner
 
 from distembed.base.errors import RunError, UserError
-from launch.schedulers.slurm.queries import find_job
+from distembed_launch.schedulers.slurm.queries import find_job
 
 _PACKAGES = {
     "kubernetes": ("kubernetes", "tools/setup.sh kubernetes"),

@@ -16,10 +16,10 @@ from torchx.specs import NONE, AppState, AppStatus
 
 from distembed.base.errors import InsufficientMemory, Interrupted, RunError, UserError
 from distembed.training.run_folder.record import RunInfo, last_metrics
-from launch.jobs.asking import asking
-from launch.jobs.job import LOCAL_SCHEDULERS, Job
-from launch.nodes.exit_codes import MISTAKES
-from launch.schedulers.slurm.scheduler import create_scheduler
+from distembed_launch.jobs.asking import asking
+from distembed_launch.jobs.job import LOCAL_SCHEDULERS, Job
+from distembed_launch.nodes.exit_codes import MISTAKES
+from distembed_launch.schedulers.slurm.scheduler import create_scheduler
 
 Say = Callable[[str], None]
 """A function that prints a line."""

@@ -35,10 +35,10 @@ from distembed.base.machine import host_memory_bytes
 from distembed.base.names import one_of
 from distembed.base.version import __version__
 from distembed.training.run_folder.lock import owned
-from launch.apps.applications import training_app
-from launch.apps.request import ElasticRequest, parse_shape
-from launch.jobs.asking import asking, find_handle, planned_name
-from launch.schedulers.slurm.submission import OutcomeUnknown
+from distembed_launch.apps.applications import training_app
+from distembed_launch.apps.request import ElasticRequest, parse_shape
+from distembed_launch.jobs.asking import asking, find_handle, planned_name
+from distembed_launch.schedulers.slurm.submission import OutcomeUnknown
 
 FOLDER = "launch"
 LOCAL_SCHEDULERS = ("local_cwd", "local_docker")
@@ -56,7 +56,7 @@ class Submission:
     Attributes:
         handle: TorchX's name of the job, ``slurm://session/123``; "" until the scheduler has it.
         time: When it was submitted, in UTC.
-        name: Name by which the job is found while there is no handle; see :mod:`launch.jobs.asking`.
+        name: Name by which the job is found while there is no handle; see :mod:`distembed_launch.jobs.asking`.
     """
 
     handle: str
@@ -73,7 +73,7 @@ class Job:
         run_dir: Run folder, which every node must see.
         j: Nodes and processes, ``[MIN:]NODESxPROCESSES``.
         options: Options of the scheduler, like Slurm's partition.
-        component: Resources of the nodes, and start of their ranks: arguments of ``launch.components.train``.
+        component: Resources of the nodes, and start of their ranks: arguments of ``distembed_launch.components.train``.
         gpu: Device of each process, as ``distembed plan --gpu`` takes it; None for the named resource's, or CPUs.
         submissions: The newest submission is the last.
     """
@@ -115,7 +115,7 @@ class Job:
         device: str | None = None,
         **fields: Any,
     ) -> "Job":
-        """Returns the job with other values, as :meth:`~launch.apps.request.NodeRequest.changed` takes ``fields``.
+        """Returns the job with other values, as :meth:`~.NodeRequest.changed` takes ``fields``.
 
         None and empty values change nothing, and ``options`` are added to the present options. A named resource, ``h``,
         replaces the device unless another ``device`` is given.

@@ -17,10 +17,10 @@ from distembed.reports.doctor import (
     name_trio,
     nvidia_smi_works,
 )
-from launch.apps.request import Shape
-from launch.schedulers.slurm.queries import NodeRecord, list_nodes
-from launch.schedulers.slurm.script import SlurmJob
-from launch.schedulers.slurm.submission import expected_start
+from distembed_launch.apps.request import Shape
+from distembed_launch.schedulers.slurm.queries import NodeRecord, list_nodes
+from distembed_launch.schedulers.slurm.script import SlurmJob
+from distembed_launch.schedulers.slurm.submission import expected_start
 
 if TYPE_CHECKING:
     from distembed.reports.plan.assessment import Assessment

@@ -26,7 +26,7 @@ FAILED = 1
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 """Signals that ask a node to end: ``torch.distributed.run``'s, and SIGUSR1, which Slurm sends before a time limit."""
 RETRIES_VARIABLE = "DISTEMBED_MAX_RETRIES"
-"""Environment variable: how often the job may be started again, where the nodes count (:mod:`launch.nodes.run`)."""
+"""Environment variable: how often the job may be started again, where the nodes count (``nodes/run.py``)."""
 AGAIN_VARIABLE = "DISTEMBED_START_AGAIN"
 """Environment variable: that the nodes start again themselves, where the scheduler starts no job again."""
 

@@ -16,10 +16,10 @@ from torchx.runner import Runner, get_runner
 from torchx.specs import AppState, AppStatus
 
 from distembed.base.errors import RunError, UserError
-from launch.apps.request import ElasticRequest
-from launch.jobs import job as jobs
-from launch.jobs.job import Job, default_request, load_job, settled
-from launch.schedulers.slurm.submission import OutcomeUnknown
+from distembed_launch.apps.request import ElasticRequest
+from distembed_launch.jobs import job as jobs
+from distembed_launch.jobs.job import Job, default_request, load_job, settled
+from distembed_launch.schedulers.slurm.submission import OutcomeUnknown
 
 NUMBERS = ElasticRequest(cpu=8, memMB=1000)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from distembed.base.errors import RunError, UserError
-from launch.schedulers.slurm.queries import (
+from distembed_launch.schedulers.slurm.queries import (
     Completed,
     JobRecord,
     ask_controller,
@@ -16,7 +16,7 @@ from launch.schedulers.slurm.queries import (
     run_command,
     without_prefixes,
 )
-from launch.schedulers.slurm.script import CANCEL_SECONDS
+from distembed_launch.schedulers.slurm.script import CANCEL_SECONDS
 
 _RUNNING = ("RUNNING", "SIGNALING", "RESIZING")
 """States in which a batch script receives a signal; the last two pass within moments."""
@@ -50,9 +50,9 @@ def expected_start(command: Sequence[str], script: str) -> str:
 def cancel(job_id: str) -> int:
     """Cancels a job, unless it has ended; returns the seconds within which it ends, 0 for at once.
 
-    A running job of :mod:`launch.schedulers.slurm.script` that needs time to save its state is only sent a signal: by
-    ``scancel`` Slurm would kill it after the cluster's KillWait, usually 30 seconds. Its batch script cancels it when
-    it has saved, or :data:`CANCEL_SECONDS` after its grace period. A second call ends it at once.
+    A running job of :mod:`~distembed_launch.schedulers.slurm.script` that needs time to save its state is only sent a
+    signal: by ``scancel`` Slurm would kill it after the cluster's KillWait, usually 30 seconds. Its batch script
+    cancels it when it has saved, or :data:`CANCEL_SECONDS` after its grace period. A second call ends it at once.
     """
     try:
         seconds = retry(lambda: _request_end(job_id))
