@@ -12,6 +12,7 @@ gradient, and every distinct row with its optimizer state, read and written once
 """
 
 import dataclasses
+import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -179,17 +180,15 @@ def id_check() -> Contender:
 def contenders(optimizer: str = ROW_WISE) -> dict[str, Contender]:
     """Returns every contender by name."""
     quotient_remainder = QuotientRemainder(NUM_IDS, collisions=COLLISIONS)
+    remainder = Remainder(NUM_IDS, collisions=COLLISIONS)
     make = partial(ours, optimizer=optimizer)
     by_name = {
-        BASELINE: torchrec(Remainder(NUM_IDS, collisions=COLLISIONS), optimizer=optimizer),
+        BASELINE: torchrec(remainder, optimizer=optimizer),
         "id check alone": id_check(),
-        "full": make(Naive(NUM_IDS), COMPOSITIONS["product"]()),
-        "hashed": make(Remainder(NUM_IDS, collisions=COLLISIONS), COMPOSITIONS["product"]()),
-        "full, in one pass": make(Naive(NUM_IDS), COMPOSITIONS["product"](), kernel="fused"),
-        "hashed, in one pass": make(
-            Remainder(NUM_IDS, collisions=COLLISIONS), COMPOSITIONS["product"](), kernel="fused"
-        ),
     }
+    for name, partition in (("full", Naive(NUM_IDS)), ("hashed", remainder)):
+        for label, kernel in (("FBGEMM's lookup", "fbgemm"), ("in one pass", "fused")):
+            by_name[f"{name}, {label}"] = make(partition, COMPOSITIONS["product"](), kernel=kernel)
     for name, composition in COMPOSITIONS.items():
         by_name[f"quotient-remainder, {name}"] = make(quotient_remainder, composition())
     product = COMPOSITIONS["product"]()
@@ -237,10 +236,16 @@ def main() -> None:
     parser.add_argument("--bags", type=int, nargs="+", default=[1, 10], help="ids of each feature in a row")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=0.3, help="seconds of one contender's turn")
-    parser.add_argument("--only", default="", help="the baseline and contenders whose name contains this text")
+    parser.add_argument(
+        "--only", default="", help="the baseline and contenders whose name has a match of this regular expression"
+    )
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default=ROW_WISE, help="optimizer of the tables")
     options = parser.parse_args()
-    chosen = {name: c for name, c in contenders(options.optimizer).items() if name == BASELINE or options.only in name}
+    chosen = {
+        name: c
+        for name, c in contenders(options.optimizer).items()
+        if name == BASELINE or re.search(options.only, name)
+    }
     rows: list[dict[str, Any]] = []
     table = Table("contender", "batch", "bag", "ms", f"to {BASELINE}", "to the floor")
     with process_group("cpu"):

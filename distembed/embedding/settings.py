@@ -252,8 +252,8 @@ class EmbeddingConfig:
     # ``fp32``, ``fp16`` or ``bf16``. Networks get float32; vectors of data-parallel tables are not rounded.
     output_dtype: OutputDtype = "fp32"
     # How tables are looked up: ``fused``, in one pass; ``fbgemm``, by one of FBGEMM's lookups for each partition;
-    # or ``auto``, by the one that was measured to be faster on the kind of device. A table that cannot be looked
-    # up in one pass is refused with ``fused``, and looked up by FBGEMM with ``auto``.
+    # or ``auto``, by the one that was measured to be faster on the device and with the optimizer. A table that cannot
+    # be looked up in one pass is refused with ``fused``, and looked up by FBGEMM with ``auto``.
     kernel: LookupKernel = "auto"
 
     @model_validator(mode="before")

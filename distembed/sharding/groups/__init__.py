@@ -20,6 +20,7 @@ from torch import nn
 
 from distembed.composition import Product
 from distembed.embedding.config import CompositionalEmbeddingConfig
+from distembed.kernels.loading import is_faster_alone
 from distembed.optim.kinds import fused_optimizer_name
 from distembed.sharding.groups.base import AbsentGroup, Group, LookupRequest
 from distembed.sharding.groups.fused import (
@@ -61,14 +62,17 @@ __all__ = [
 def group_type(table_slice: TableSlice, device_kind: str, optimizer: str | None) -> type[Group]:
     """Returns the class of the group that looks a slice up on ``cpu`` or ``cuda``; ``optimizer`` is FBGEMM's name."""
     table = table_slice.table
-    if _may_fuse(table) and reason_not_fused(table_slice, device_kind, optimizer) is None:
+    if _may_fuse(table_slice, optimizer) and reason_not_fused(table_slice, device_kind, optimizer) is None:
         return FusedGroup
     return unfused_group_type(table)
 
 
-def _may_fuse(table: CompositionalEmbeddingConfig) -> bool:
-    """Returns whether a table's ``kernel`` setting allows the fused lookup; ``auto`` needs two partitions or more."""
-    return table.kernel == "fused" or (table.kernel == "auto" and len(table.scheme.num_rows) > 1)
+def _may_fuse(table_slice: TableSlice, optimizer: str | None) -> bool:
+    """Returns whether a table's ``kernel`` setting allows the fused lookup; ``auto`` does where it is faster."""
+    table = table_slice.table
+    if table.kernel == "auto" and len(table.scheme.num_rows) == 1:
+        return bool(table_slice.sharded) and is_faster_alone(optimizer)
+    return table.kernel != "fbgemm"
 
 
 def unfused_group_type(table: CompositionalEmbeddingConfig) -> type[Group]:
@@ -105,7 +109,7 @@ def make_group(
     if not first.partitions:
         return AbsentGroup(tables, is_pooled(first.table))
     optimizer = fused_optimizer_name(tbes[0].optimizer) if tbes and hasattr(tbes[0], "optimizer") else None
-    if _may_fuse(first.table):
+    if _may_fuse(first, optimizer):
         reasons = ((local.table, reason_not_fused(local, device_kind, optimizer)) for local in tables)
         table, reason = next((refusal for refusal in reasons if refusal[1] is not None), (first.table, None))
         reason = reason or reason_against_settings(tbes) or reason_not_loaded(first, device_kind)
