@@ -221,7 +221,9 @@ def _require_torchx() -> None:
     try:
         import torchx.runner  # noqa: F401
     except ImportError as error:
-        raise UserError(f"launching needs TorchX, and it cannot be imported ({error}): run tools/setup.sh.") from None
+        raise UserError(
+            f"launching needs TorchX, which cannot be imported ({error}): run `distembed doctor --fix`."
+        ) from None
 
 
 def _pairs(option: str, texts: Sequence[str] | None) -> Mapping[str, str]:

@@ -1,6 +1,7 @@
 """The command: exit codes, and inputs that are odd but right."""
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,16 @@ def test_every_command_has_an_example() -> None:
     for command in COMMANDS.split(","):
         shown = " ".join(distembed(*command.split(), "--help").stdout.split())
         assert f"Example: distembed {command.strip()}" in shown
+
+
+@pytest.mark.parametrize(("missing", "command"), [("torch", "plan"), ("torchrec", "plan"), ("torchx", "launch")])
+def test_a_missing_member_of_the_trio_is_named_with_the_command_that_installs_it(missing: str, command: str) -> None:
+    program = "import sys; sys.modules[sys.argv.pop(1)] = None; from distembed.commands.cli import main; main()"
+    config = Path(__file__).parents[1] / "configs" / "mlperf_dlrm_dcnv2.yaml"
+    words = [sys.executable, "-c", program, missing, command, config]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode in (1, 2) and len(done.stderr.splitlines()) == 1, done.stderr
+    assert missing in done.stderr and "`distembed doctor --fix`" in done.stderr
 
 
 @pytest.mark.parametrize("num_rows", [2, 3, 5])

@@ -136,7 +136,7 @@ def test_the_doctor_names_both_versions(trio: Trio) -> None:
     torch_facts = {"cuda_build": trio.cuda, "gloo": True, "nccl": True, "devices": []}
     finding, *_ = findings.check_accelerators(torch_facts, "cuda", has_gpu=True, driver=OLD)
     assert finding.status == "wrong" and OLD in finding.detail and NEW in finding.detail
-    assert "DISTEMBED_DEVICE=cpu tools/setup.sh" in finding.remedy and "newer driver" in finding.remedy
+    assert "distembed.reports.doctor --fix --device cpu" in finding.remedy and "newer driver" in finding.remedy
     # with the members for processors it is no more than worth knowing
     finding, *_ = findings.check_accelerators(torch_facts, "cpu", has_gpu=True, driver=OLD)
     assert finding.status == "note" and OLD in finding.detail

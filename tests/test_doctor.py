@@ -56,7 +56,8 @@ def about_trio(*arguments: str) -> str:
 @EACH_TRIO
 def test_pins_are_what_setup_installs(tested: Trio, device: str) -> None:
     pins = tested.pins(device)
-    assert about_trio(tested.name, device) == " ".join(f"{name}=={version}" for name, version in pins.items())
+    packages = {**pins, "torchx": trio.TORCHX}
+    assert about_trio(tested.name, device) == " ".join(f"{name}=={version}" for name, version in packages.items())
     assert about_trio(tested.name, "needs") == " ".join(tested.needs)
     assert list(pins)[0] == "torch", "torch comes first: what follows would take the newest one"
 
@@ -165,6 +166,20 @@ def test_both_builds_of_fbgemm_are_wrong_and_the_machines_own_is_kept(tested: Tr
     assert reinstalled.endswith(f" {trio.FBGEMM_DISTRIBUTIONS[device]}=={tested.fbgemm}")
 
 
+@EACH_TRIO
+def test_the_members_for_another_device_replace_those_that_are_installed(tested: Trio) -> None:
+    for device, other in (("cpu", "cuda"), ("cuda", "cpu")):
+        blamed = wrong(findings.check_trio_versions(tested.pins(other), device))
+        assert blamed.keys() == {trio.FBGEMM_DISTRIBUTIONS[device]}
+        removed, installed = blamed.popitem()[1].remedy.split(" && ")
+        assert removed.endswith(f"uninstall -y {trio.FBGEMM_DISTRIBUTIONS[other]}")
+        assert installed.endswith(f"--no-deps {trio.FBGEMM_DISTRIBUTIONS[device]}=={tested.fbgemm}")
+    for device in ("cpu", "cuda"):
+        installed_here = tested.pins(device) | {"torch": f"{tested.torch}+cpu"}
+        blamed = wrong(findings.check_trio_versions(installed_here, device))
+        assert blamed.keys() == ({"torch"} if device == "cuda" else set())
+
+
 @pytest.mark.parametrize("broken", ["torch", "fbgemm", "torchrec"])
 def test_only_the_lowest_member_that_does_not_load_is_blamed(broken: str) -> None:
     order = ["torch", "fbgemm", "torchrec"]
@@ -212,7 +227,9 @@ def test_it_says_which_extras_there_are() -> None:
     assert polish == Finding("plan --polish", "ok", "yes, by highspy 1.16.0")
     assert ray == Finding("prepare on ray", "ok", "yes, by ray 2.60.0")
     assert sweep.status == "note" and "optuna is not installed" in sweep.detail
-    assert spark.status == "note" and spark.detail.endswith("pyspark is not installed; `tools/setup.sh spark` adds it")
+    assert spark.status == "note" and spark.detail.endswith(
+        "pyspark is not installed; `pip install 'distembed[spark]'` adds it"
+    )
 
 
 def test_it_says_why_tables_cannot_be_looked_up_in_one_pass() -> None:
@@ -275,13 +292,33 @@ def test_exit_code_and_remedies_follow_from_what_is_wrong(
 ) -> None:
     found = [Finding(f"[thing] {i}", status, "detail", f"mend --{i}") for i, status in enumerate(statuses)]
     monkeypatch.setattr(findings, "gather_facts", lambda: None)
-    monkeypatch.setattr(findings, "judge", lambda _: found)
+    monkeypatch.setattr(findings, "judge", lambda *_: found)
     console = Console(width=200, record=True, file=io.StringIO())
     assert findings.run_doctor(console if has_rich else None) == int("wrong" in statuses)
     text = console.export_text() if has_rich else capsys.readouterr().out
     for finding in found:
         assert finding.subject in text
         assert (finding.remedy in text) == (finding.status == "wrong")
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_each_command_of_pip_runs_once_in_order_until_one_fails(
+    dry_run: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "log"
+    first, second, failing, last = (
+        f"{findings._pip('--version')} && echo {name} >> {log} && test {name} != failing"
+        for name in ("first", "second", "failing", "last")
+    )
+    remedies = [first, "nvidia-smi", second, first, failing, last]
+    found = [Finding(str(i), "wrong", "", remedy) for i, remedy in enumerate(remedies)]
+    found.insert(0, Finding("worth a note", "note", "", last))
+    monkeypatch.setattr(findings, "gather_facts", lambda: None)
+    monkeypatch.setattr(findings, "judge", lambda *_: found)
+    assert findings.run_fix(None, dry_run=dry_run) == int(not dry_run)
+    printed = [line for line in capfd.readouterr().out.splitlines() if line.endswith("failing")]
+    assert printed == [first, second, failing, last][: 4 if dry_run else 3]
+    assert (log.read_text().split() if log.exists() else []) == ([] if dry_run else ["first", "second", "failing"])
 
 
 def test_here_each_finding_that_is_wrong_has_a_remedy_and_the_trio_loads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,8 +26,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 readonly VENV=.venv
 readonly MARK=$VENV/.made-by-setup # ours, so that a .venv which someone else made is never deleted
 readonly STAMP=$VENV/.ready        # three lines: what it stands on, what was installed, which extras
-# The last release with all schedulers. Its metadata demands urllib3<1.27: what it needs is in pyproject.toml.
-readonly TORCHX=torchx==0.7.0
 # Of its wheel the tests read MovieLens-100k, as data; what it demands, among it another NumPy, would run it.
 readonly RECBOLE=recbole==1.2.1
 
@@ -115,7 +113,7 @@ version_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/de
 # What the environment stands on, beside the members of the trio, which are asked for in it. When either is another one
 # the environment is made afresh; anything else is updated in place.
 foundation() { echo "$device $1 $trio $PWD"; }
-contents() { hash_of pyproject.toml tools/setup.sh; }
+contents() { hash_of pyproject.toml tools/setup.sh distembed/reports/doctor/trio.py; }
 
 read_stamp() {
     stamp_foundation= stamp_contents= stamp_extras=
@@ -178,10 +176,8 @@ install() {
     [[ " $stamp_extras " != *" test "* ]] || aws+=("moto==5.2.5" "aiobotocore==3.10.0" "s3fs==2026.9.0")
     pip_install --no-build-isolation "${requirements[0]}" "${needs[@]}" "${aws[@]}" --editable ".${stamp_extras:+[${stamp_extras// /,}]}"
     say "Installing ${requirements[*]:1} ($device)"
-    # --no-deps: torchrec demands fbgemm-gpu, the CUDA build, on every machine.
+    # --no-deps: torchrec demands fbgemm-gpu, the CUDA build, on every machine, and TorchX an old urllib3.
     pip_install --no-deps "${requirements[@]:1}"
-    say "Installing $TORCHX"
-    pip_install --no-deps "$TORCHX"
     if [[ " $stamp_extras " == *" test "* ]]; then
         say "Unpacking $RECBOLE for the data that it ships"
         pip_install --no-deps "$RECBOLE"

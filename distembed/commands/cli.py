@@ -93,14 +93,23 @@ def main() -> NoReturn:
     except UnicodeEncodeError as error:
         _end(2, f"{_WRONG} {_escape(ascii(error.object))} is not written in UTF-8; give another name.")
     except Exception as error:
-        code, heading = _outcome(error)
-        is_told = not isinstance(error, Interrupted) and record_error(error, code)
+        shown = _explained(error)
+        code, heading = _outcome(shown)
+        is_told = not isinstance(shown, Interrupted) and record_error(shown, code)
         if not heading:
             raise
-        _end(code, "" if is_told else f"{heading} {_escape(error)}")
+        _end(code, "" if is_told else f"{heading} {_escape(shown)}")
     if code == 130:  # typer's answer to Ctrl-C
         _end(INTERRUPTED_EXIT_CODE, "[bold yellow]interrupted[/]")
     _leave(code or 0)
+
+
+def _explained(error: Exception) -> Exception:
+    """Returns an error that names ``distembed doctor --fix`` in place of a missing module that it installs."""
+    module = ((error.name or "") if isinstance(error, ModuleNotFoundError) else "").partition(".")[0]
+    if module not in ("torch", "torchrec", "fbgemm_gpu", "torchx"):
+        return error
+    return RunError(f"{module} is not installed: `distembed doctor --fix` installs the tested version.")
 
 
 def _outcome(error: Exception) -> tuple[int, str]:

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -77,9 +77,20 @@ def check_command(
         raise UserError(f"{path} is damaged:{enumerate_lines(problems, most=100)}")
 
 
-@app.command("doctor", epilog="Example: `distembed doctor`")
-def doctor_command() -> None:
-    """Check versions, devices and the pinned trio, and show the commands that mend faults."""
-    from distembed.reports.doctor import run_doctor
+@app.command("doctor", epilog="Example: `distembed doctor --fix`")
+def doctor_command(
+    fix: Annotated[
+        bool, typer.Option("--fix", help="Run the commands of pip that mend faults: TorchRec, FBGEMM, TorchX.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands of --fix and run none.")] = False,
+    device: Annotated[
+        Literal["cpu", "cuda"] | None,
+        typer.Option(help="Device to install FBGEMM for; that of the installed FBGEMM, or of this machine."),
+    ] = None,
+) -> None:
+    """Check versions, devices and the pinned trio, and show or run the commands that mend faults."""
+    from distembed.reports.doctor import run_doctor, run_fix
 
-    raise typer.Exit(run_doctor(console))
+    if fix or dry_run:
+        raise typer.Exit(run_fix(console, device, dry_run=dry_run))
+    raise typer.Exit(run_doctor(console, device))

@@ -244,7 +244,7 @@ def serve_command(
         import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        raise UserError(f"{error.name} is missing, which serving needs: `tools/setup.sh serve` installs it.") from error
+        raise UserError(f"{error.name} is missing, which serving needs: `pip install 'distembed[serve]'`.") from error
     body_bytes = parse_bytes("--max-body", max_body)
     from distembed.serving.server.batching import ServerSettings
     from distembed.serving.server.serve import serve

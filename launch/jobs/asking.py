@@ -16,19 +16,18 @@ from torchx.runner import Runner
 from distembed.base.errors import RunError, UserError
 from distembed_launch.schedulers.slurm.queries import find_job
 
-_PACKAGES = {
-    "kubernetes": ("kubernetes", "tools/setup.sh kubernetes"),
-    "aws_batch": ("boto3", "tools/setup.sh aws_batch"),
-    "ray": ("ray", f"{sys.executable} -m pip install 'ray[default]'"),
-}
-"""The package that only one scheduler needs, and the command that installs it."""
+_PACKAGES = {"kubernetes": "kubernetes", "aws_batch": "boto3", "ray": "ray"}
+"""The package that only one scheduler needs; distembed's extra of the scheduler's name installs it."""
 
 
 def require_package(scheduler: str, *, dry_run: bool) -> None:
     """Makes sure that the package of this scheduler is installed; a dry run for AWS Batch needs none."""
-    package, command = _PACKAGES.get(scheduler, ("", ""))
+    package = _PACKAGES.get(scheduler)
     if package and not (dry_run and scheduler == "aws_batch") and find_spec(package) is None:
-        raise UserError(f"--scheduler {scheduler} needs the package {package}, which is not installed: run {command}.")
+        raise UserError(
+            f"--scheduler {scheduler} needs the package {package}, which is not installed: run "
+            f"{sys.executable} -m pip install 'distembed[{scheduler}]'."
+        )
 
 
 @contextmanager

@@ -53,7 +53,7 @@ def check_build(device_kind: str) -> Finding:
         return _wrong(
             "build",
             "the nodes have GPUs, and this environment, which they share, has the builds of torch and FBGEMM for CPUs",
-            "DISTEMBED_DEVICE=cuda tools/setup.sh; or name another interpreter by --python",
+            "`distembed doctor --fix --device cuda`; or name another interpreter by --python",
         )
     return Finding("build", "ok", f"for {build}")
 

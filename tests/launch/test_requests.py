@@ -330,21 +330,17 @@ def test_ray_that_is_missing_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(
-    ("scheduler", "package", "command"),
-    [
-        ("kubernetes", "kubernetes", "tools/setup.sh kubernetes"),
-        ("aws_batch", "boto3", "tools/setup.sh aws_batch"),
-        ("ray", "ray", f"{sys.executable} -m pip install 'ray[default]'"),
-    ],
+    ("scheduler", "package"), [("kubernetes", "kubernetes"), ("aws_batch", "boto3"), ("ray", "ray")]
 )
 def test_only_what_the_chosen_scheduler_needs_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch, scheduler: str, package: str, command: str
+    monkeypatch: pytest.MonkeyPatch, scheduler: str, package: str
 ) -> None:
     def nothing(name: str) -> None:
         """No package is installed."""
 
     monkeypatch.setattr("distembed_launch.jobs.asking.find_spec", nothing)
-    message = f"--scheduler {scheduler} needs the package {package}, which is not installed: run {command}."
+    message = f"--scheduler {scheduler} needs the package {package}, which is not installed: run "
+    message += f"{sys.executable} -m pip install 'distembed[{scheduler}]'."
     with pytest.raises(UserError, match=re.escape(message)):
         require_package(scheduler, dry_run=False)
     for free in ("local_cwd", "local_docker", "slurm", "lsf"):

@@ -228,8 +228,7 @@ def _imported(module: str) -> Any:
     except ImportError as error:
         extra = "ray" if module == "ray" else "spark"
         raise UserError(
-            f"engine (--engine) is '{extra}', which is not installed ({error}): `tools/setup.sh {extra}`, or "
-            f"`pip install 'distembed[{extra}]'`"
+            f"engine (--engine) is '{extra}', which is not installed ({error}): `pip install 'distembed[{extra}]'`"
         ) from error
 
 

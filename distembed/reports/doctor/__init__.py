@@ -15,6 +15,7 @@ from distembed.reports.doctor.findings import (
     name_trio,
     print_doctor_report,
     run_doctor,
+    run_fix,
 )
 
 __all__ = [
@@ -30,4 +31,5 @@ __all__ = [
     "nvidia_smi_works",
     "print_doctor_report",
     "run_doctor",
+    "run_fix",
 ]

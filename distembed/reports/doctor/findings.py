@@ -1,6 +1,8 @@
 """Judges each fact: it is well, worth a note, or wrong with the command that mends it."""
 
+import importlib
 import shlex
+import subprocess
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,9 +37,12 @@ class Finding:
     remedy: str = ""  # the command that mends it; empty where there is nothing to mend
 
 
-def judge(facts: Facts) -> list[Finding]:
-    """Returns a finding for everything that was looked at, in the order in which to read them."""
-    device = chosen_device(facts.installed, facts.has_gpu)
+def judge(facts: Facts, device: str | None = None) -> list[Finding]:
+    """Returns a finding for everything that was looked at, in the order in which to read them.
+
+    ``device`` is the device that FBGEMM is needed for, ``cpu`` or ``cuda``; :func:`chosen_device` unless given.
+    """
+    device = device or chosen_device(facts.installed, facts.has_gpu)
     tested = trio_of(facts.installed)
     versions = check_trio_versions(facts.installed, device)
     wrong_versions = {finding.subject for finding in versions if finding.status == "wrong"}
@@ -47,6 +52,7 @@ def judge(facts: Facts) -> list[Finding]:
         name_trio(facts.installed),
         *versions,
         *check_loads(facts.loads, tested.pins(device), already_wrong=wrong_versions),
+        _check_version("torchx", trio.TORCHX, facts.installed.get("torchx")),
         *check_dependencies(facts.installed, facts.requirements, tested),
         check_fused_lookup(facts.fused_lookup),
         *check_extras(facts.installed),
@@ -81,19 +87,24 @@ def name_trio(installed: Mapping[str, str]) -> Finding:
     if installed_torch is not None and not tested.is_named_by(installed_torch):
         detail = f"torch {installed_torch} is of no tested trio; judged by {tested.name}: {members}"
         return Finding("trio", "note", detail)
-    return Finding("trio", "ok", f"{tested.name}: {members} (tested too: tools/setup.sh --trio {other_trios})")
+    return Finding("trio", "ok", f"{tested.name}: {members} (tested too: {other_trios})")
 
 
 def check_trio_versions(installed: Mapping[str, str], device: str) -> list[Finding]:
     """Judges the versions of torch, torchrec and FBGEMM by the tested trio of the installed torch."""
     tested = trio_of(installed)
     findings = [_check_version(name, pinned, installed.get(name)) for name, pinned in tested.pins(device).items()]
-    builds = list(trio.FBGEMM_DISTRIBUTIONS.values())
-    if not all(name in installed for name in builds):
-        return findings
+    if device == "cuda" and installed.get("torch", "").endswith("+cpu"):
+        detail = f"{installed['torch']} is built for processors only"
+        findings[0] = Finding("torch", "wrong", detail, _install_member("torch", tested.torch, "--force-reinstall"))
     right_build = trio.FBGEMM_DISTRIBUTIONS[device]
-    remedy = f"{_pip('uninstall', '-y', *builds)} && {_pip('install', '--no-deps', f'{right_build}=={tested.fbgemm}')}"
+    builds = [name for name in trio.FBGEMM_DISTRIBUTIONS.values() if name in installed]
+    if builds in ([], [right_build]):
+        return findings
     detail = f"{' and '.join(builds)} are both installed; the later one has overwritten the other's files"
+    if right_build not in builds:
+        detail = f"{builds[0]} is installed, which is not built for {device}"
+    remedy = f"{_pip('uninstall', '-y', *builds)} && {_install_member(right_build, tested.fbgemm)}"
     return [*findings[:-1], Finding(right_build, "wrong", detail, remedy)]
 
 
@@ -106,8 +117,8 @@ def _check_version(name: str, pinned: str, version: str | None) -> Finding:
 
 
 def _install_member(name: str, pinned: str, *options: str) -> str:
-    """Returns the command that installs one member of the trio."""
-    # torch brings libraries of its own; the other two would bring the wrong FBGEMM.
+    """Returns the command that installs one member of the trio, or TorchX."""
+    # torch brings libraries of its own; torchrec would bring the wrong FBGEMM, and TorchX an old urllib3.
     return _pip("install", *options, *(() if name == "torch" else ("--no-deps",)), f"{name}=={pinned}")
 
 
@@ -186,7 +197,7 @@ def check_extras(installed: Mapping[str, str]) -> list[Finding]:
     )
     for feature, extra, distribution in extras:
         version = installed.get(distribution)
-        absent = f"no: {distribution} is not installed; `tools/setup.sh {extra}` adds it"
+        absent = f"no: {distribution} is not installed; `pip install 'distembed[{extra}]'` adds it"
         detail = f"yes, by {distribution} {version}" if version else absent
         findings.append(Finding(feature, "ok" if version else "note", detail))
     return findings
@@ -204,10 +215,10 @@ def check_accelerators(
         return []
     findings = [
         Finding(f"cuda:{index}", "ok", _describe_gpu(gpu)) for index, gpu in enumerate(torch_facts["devices"])
-    ] or [_no_cuda(torch_facts["cuda_build"], device, has_gpu, driver)]
+    ] or [_no_cuda(torch_facts["cuda_build"], device, has_gpu, driver, tested)]
     if torch_facts["devices"] and device == "cpu":
         detail = "FBGEMM is the CPU build: train with train.device=cpu, or take the CUDA members"
-        findings.append(Finding("cuda", "note", f"{detail} (DISTEMBED_DEVICE=cuda tools/setup.sh)"))
+        findings.append(Finding("cuda", "note", f"{detail} ({_fix_for('cuda')})"))
     usable = torch_facts["nccl" if torch_facts["devices"] else "gloo"]
     listed = ", ".join(f"{name} {'yes' if torch_facts[name] else 'no'}" for name in ("gloo", "nccl"))
     remedy = "" if usable else _install_member("torch", tested.torch, "--force-reinstall")
@@ -220,23 +231,22 @@ def _describe_gpu(gpu: Mapping[str, Any]) -> str:
     return f"{gpu['name']}, {format_bytes(gpu['memory_bytes'])}, bf16 {bf16}"
 
 
-def _no_cuda(cuda_build: str | None, device: str, has_gpu: bool, driver: str | None) -> Finding:
+def _no_cuda(cuda_build: str | None, device: str, has_gpu: bool, driver: str | None, tested: Trio) -> Finding:
     """Judges that torch finds no CUDA device, by the GPU, its driver and the CUDA release of the torch build."""
     if not has_gpu:
         return Finding("cuda", "note", "no device; training runs on the processor")
-    cuda_members = "DISTEMBED_DEVICE=cuda tools/setup.sh"
     if cuda_build is None and device == "cpu":
-        return Finding("cuda", "note", f"there is a device, unused by the CPU members of the trio ({cuda_members})")
+        return Finding("cuda", "note", f"there is a device, unused by the CPU members of the trio ({_fix_for('cuda')})")
     if cuda_build is None:
         detail = "there is a device, and the installed torch is built for processors only"
-        return Finding("cuda", "wrong", detail, cuda_members)
+        return Finding("cuda", "wrong", detail, _install_member("torch", tested.torch, "--force-reinstall"))
     shortage = driver_shortage(cuda_build, driver)
     if device == "cpu":
         why = shortage or "and the members of the trio are those for processors"
         return Finding("cuda", "note", f"there is a device, unused by torch, built for CUDA {cuda_build}: {why}")
     detail = f"there is a device, and torch, built for CUDA {cuda_build}, cannot use it"
     if shortage:
-        remedy = "DISTEMBED_DEVICE=cpu tools/setup.sh  # or install a newer driver, and keep the CUDA members"
+        remedy = f"{_fix_for('cpu')}  # or install a newer driver, and keep the CUDA members"
         return Finding("cuda", "wrong", f"{detail}: {shortage}", remedy)
     return Finding("cuda", "wrong", detail, "nvidia-smi  # and `torch.cuda.init()` say more")
 
@@ -262,18 +272,42 @@ def _pip(*arguments: str) -> str:
     return shlex.join([sys.executable, "-m", "pip", *arguments])
 
 
+def _fix_for(device: str) -> str:
+    """Returns the command that changes to the members of the trio for a device."""
+    return shlex.join([sys.executable, "-m", "distembed.reports.doctor", "--fix", "--device", device])
+
+
 _STYLES = {"ok": "green", "note": "yellow", "wrong": "bold red"}
 
 
-def run_doctor(console: "Console | None") -> int:
+def run_doctor(console: "Console | None", device: str | None = None) -> int:
     """Prints the findings, without a console as plain text; returns the exit code, 1 where something is wrong."""
-    findings = judge(gather_facts())
+    findings = judge(gather_facts(), device)
     if console is None:
         print(*(f"{finding.subject:20} {finding.status:6} {finding.detail}" for finding in findings), sep="\n")
         print(*remedy_lines(findings), sep="\n")
     else:
         print_doctor_report(findings, console)
     return int(any(finding.status == "wrong" for finding in findings))
+
+
+def run_fix(console: "Console | None", device: str | None = None, *, dry_run: bool = False) -> int:
+    """Runs the commands of pip that mend what is wrong, and prints each before; returns the exit code of the doctor.
+
+    Prints the commands alone with ``dry_run``, and returns 0. Ends at the first command that fails, with 1.
+    """
+    for command in fixing_commands(judge(gather_facts(), device)):
+        print(command, flush=True)
+        if not dry_run and subprocess.run(command, shell=True).returncode != 0:
+            return 1
+    importlib.invalidate_caches()
+    return 0 if dry_run else run_doctor(console, device)
+
+
+def fixing_commands(findings: Sequence[Finding]) -> list[str]:
+    """Returns the remedies of wrong findings that are commands of pip, each once, in the order in which to run them."""
+    remedies = dict.fromkeys(finding.remedy for finding in findings if finding.status == "wrong")
+    return [remedy for remedy in remedies if remedy.startswith(_pip())]
 
 
 def print_doctor_report(findings: Sequence[Finding], console: "Console") -> None:

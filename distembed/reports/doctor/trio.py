@@ -1,11 +1,11 @@
 """The tested trios: versions of torch, torchrec and FBGEMM that load together, and the packages that they need.
 
 The only place where they are written down (``pyproject.toml`` repeats torch's, and a test keeps the two in step):
-``tools/setup.sh`` runs this file without importing the package, ``distembed doctor`` reads it. A member of
+``tools/setup.sh`` runs this file without importing the package, ``distembed doctor --fix`` reads it. A member of
 another trio fails to load: FBGEMM's shared library is built against one torch release.
 
     python distembed/reports/doctor/trio.py default name prints the name of the trio that no call names
-    python distembed/reports/doctor/trio.py 2.13 cpu     prints the packages to install, in order
+    python distembed/reports/doctor/trio.py 2.13 cpu     prints torch, then the packages for --no-deps, in order
     python distembed/reports/doctor/trio.py 2.13 needs   prints the further packages that it needs
     python distembed/reports/doctor/trio.py 2.13 pythons prints the versions of Python that it is tested on
     python distembed/reports/doctor/trio.py 2.13 suits      fails where this Python is none of these
@@ -19,6 +19,12 @@ from dataclasses import dataclass
 
 FBGEMM_DISTRIBUTIONS = {"cpu": "fbgemm-gpu-cpu", "cuda": "fbgemm-gpu"}
 """Device -> the distribution that holds FBGEMM for it. Both write their files to the same folder."""
+
+TORCHX = "0.7.0"
+"""Version of TorchX, the last one with all schedulers.
+
+Its metadata demands urllib3<1.27, which other packages exclude; ``pyproject.toml`` lists the packages that it needs.
+"""
 
 
 @dataclass(frozen=True)
@@ -97,7 +103,7 @@ def _main(name: str, question: str, device: str = "") -> int:
     elif question == "needs":
         print(*trio.needs)
     else:
-        print(*(f"{member}=={version}" for member, version in trio.pins(question).items()))
+        print(*(f"{name}=={version}" for name, version in {**trio.pins(question), "torchx": TORCHX}.items()))
     return 0
 
 
