@@ -12,7 +12,7 @@ from tests.in_process import in_this_process
 
 COMMANDS = """
     prepare criteo, prepare table, prepare schema, prepare graph, prepare ratings, prepare sequences, synthesize,
-    describe, plan, train, sweep, evaluate, predict, materialise, report, doctor
+    configs, describe, plan, train, sweep, evaluate, predict, materialise, report, doctor
 """
 ROW = "1\t" + "\t".join(["7"] * 13) + "\t" + "\t".join(["0000abcd"] * 26) + "\n"
 
@@ -29,9 +29,30 @@ def test_every_command_has_an_example() -> None:
         assert f"Example: distembed {command.strip()}" in shown
 
 
+def test_the_installed_configs_are_listed_and_copied(tmp_path: Path) -> None:
+    configs = Path(__file__).parents[1] / "configs"
+    texts = {str(file.relative_to(configs)): file.read_text() for file in configs.rglob("*.yaml")}
+    assert {line.split()[0] for line in distembed("configs").stdout.splitlines()} == texts.keys()
+    distembed("configs", "--output", tmp_path / "new")
+    assert {
+        str(file.relative_to(tmp_path / "new")): file.read_text() for file in (tmp_path / "new").rglob("*.yaml")
+    } == (texts)
+    assert f"--output {tmp_path / 'new'} exists" in distembed("configs", "--output", tmp_path / "new", code=2).stderr
+
+
 @pytest.mark.parametrize(("missing", "command"), [("torch", "plan"), ("torchrec", "plan"), ("torchx", "launch")])
 def test_a_missing_member_of_the_trio_is_named_with_the_command_that_installs_it(missing: str, command: str) -> None:
-    program = "import sys; sys.modules[sys.argv.pop(1)] = None; from distembed.commands.cli import main; main()"
+    program = """
+import sys
+missing = sys.argv.pop(1)
+class Missing:
+    def find_spec(name, *_):
+        if name == missing:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Missing)
+from distembed.commands.cli import main
+main()
+"""
     config = Path(__file__).parents[1] / "configs" / "mlperf_dlrm_dcnv2.yaml"
     words = [sys.executable, "-c", program, missing, command, config]
     done = subprocess.run(words, capture_output=True, text=True)

@@ -106,10 +106,10 @@ def main() -> NoReturn:
 
 def _explained(error: Exception) -> Exception:
     """Returns an error that names ``distembed doctor --fix`` in place of a missing module that it installs."""
-    module = ((error.name or "") if isinstance(error, ModuleNotFoundError) else "").partition(".")[0]
-    if module not in ("torch", "torchrec", "fbgemm_gpu", "torchx"):
+    installed_by_fix = ("torch", "torchrec", "fbgemm_gpu", "torchx")
+    if not isinstance(error, ModuleNotFoundError) or error.name not in installed_by_fix:
         return error
-    return RunError(f"{module} is not installed: `distembed doctor --fix` installs the tested version.")
+    return RunError(f"{error.name} is not installed: `distembed doctor --fix` installs the tested version.")
 
 
 def _outcome(error: Exception) -> tuple[int, str]:

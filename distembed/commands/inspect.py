@@ -1,6 +1,7 @@
-"""The commands ``distembed describe``, ``report``, ``check`` and ``doctor``: configs, runs and this machine."""
+"""The commands ``configs``, ``describe``, ``report``, ``check`` and ``doctor``: configs, runs and this machine."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -11,6 +12,27 @@ from distembed.base.units import enumerate_lines, format_bytes
 from distembed.commands.shared import ConfigArgument, JsonOption, OverridesArgument, console, say
 
 app = typer.Typer()
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+"""Configs of the installed package; in a checkout a link to those at its top."""
+
+
+@app.command("configs", epilog="Example: `distembed configs --output configs`")
+def configs_command(
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder to make, with a copy of all of them.")
+    ] = None,
+) -> None:
+    """List the configs that are installed with distembed, or copy them into a new folder."""
+    if output is not None:
+        if output.exists():
+            raise UserError(f"--output {output} exists; give the path of a new folder.")
+        shutil.copytree(CONFIGS, output, copy_function=shutil.copyfile)
+        say(f"configs {output}")
+        return
+    for file in sorted(CONFIGS.rglob("*.yaml")):
+        first, *_ = file.read_text(encoding="utf-8").splitlines()
+        say(f"{file.relative_to(CONFIGS)}  {first}" if first.startswith("#") else str(file.relative_to(CONFIGS)))
 
 
 @app.command(

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = {"distembed": "distembed", "distembed_launch": "launch"}
-"""Package of the wheel -> its folder in the repository."""
+FOLDERS = {"distembed": "distembed", "distembed/configs": "configs", "distembed_launch": "launch"}
+"""Folder of the wheel -> its folder in the repository."""
 
 
 def copied(folder: Path) -> Path:
     """Copies the files that a wheel is made of, because a build writes next to them."""
-    for name in ("distembed", "launch"):
+    for name in FOLDERS.values():
         shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("distembed_launch", "pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, folder / name, follow_symlinks=False)
@@ -36,8 +36,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_has_the_modules_and_data_of_its_two_packages_and_nothing_else(installed: Path) -> None:
     expected = {
-        package / file.relative_to(ROOT / folder)
-        for package, folder in ((Path(name), folder) for name, folder in PACKAGES.items())
+        Path(installed_folder) / file.relative_to(ROOT / folder)
+        for installed_folder, folder in FOLDERS.items()
         for pattern in ("*.py", "*.yaml", "py.typed")
         for file in (ROOT / folder).rglob(pattern)
     }
@@ -56,5 +56,5 @@ def test_each_entry_point_is_in_the_wheel_or_torchxs_own(installed: Path) -> Non
     }
     for point in points:
         package = point.module.partition(".")[0]
-        assert package in {*PACKAGES, "torchx"}, point
+        assert package in {*FOLDERS, "torchx"}, point
         assert package == "torchx" or (installed / point.module.replace(".", "/")).with_suffix(".py").is_file(), point
