@@ -8,11 +8,12 @@ r"""Writes the attributes of items in a knowledge graph as JSON lines, for `dist
 
 The inputs are RecBole's files: lines of a head, a relation and a tail, and lines of an item and its entity. An
 attribute of an item is the entity at the opposite end of one of the item's triples, for example an actor, together with
-the relation and the end.
+the relation and the end. A compressed JSON object of each item's attributes is written as it is, without links.
 """
 
 import argparse
 import csv
+import gzip
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -50,11 +51,14 @@ def write_attributes(attributes: Mapping[str, Sequence[str | int]], output: Path
 def main() -> None:
     """Writes the attributes of all items."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("graph", type=Path, help="triples of head, relation and tail (.kg)")
-    parser.add_argument("links", type=Path, help="items and their entities (.link)")
+    parser.add_argument("graph", type=Path, help="triples (.kg), or the attributes of each item (.json.gz)")
+    parser.add_argument("links", type=Path, nargs="?", help="items and their entities (.link)")
     parser.add_argument("output", type=Path, help="JSON lines to write")
     arguments = parser.parse_args()
-    found = item_attributes(arguments.graph, arguments.links)
+    if arguments.links is None:
+        found: Mapping[str, Sequence[str | int]] = json.loads(gzip.decompress(arguments.graph.read_bytes()))
+    else:
+        found = item_attributes(arguments.graph, arguments.links)
     write_attributes(found, arguments.output)
     print(f"{arguments.output}: {sum(map(len, found.values())):,} attributes of {len(found):,} items")
 

@@ -17,7 +17,7 @@ from distembed.base.errors import InsufficientMemory, Interrupted, RunError, Use
 from distembed.base.plugins import require_none_being_imported
 from distembed.base.process import end_with_parent, silence_loggers
 from distembed.base.version import __version__
-from distembed.commands import inspect, plan, prepare, serving, sweep, train
+from distembed.commands import inspect, plan, prepare, reproduce, serving, sweep, train
 from distembed.commands.error_file import record_error, user_exit_code
 from distembed.commands.shared import errors
 from distembed_launch import commands as launch
@@ -37,7 +37,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-for group in (prepare.app, plan.app, train.app, serving.app, sweep.app, inspect.app, launch.app):
+for group in (prepare.app, plan.app, train.app, serving.app, sweep.app, reproduce.app, inspect.app, launch.app):
     app.add_typer(group)  # without a name: its commands become the app's own
 
 

@@ -179,16 +179,16 @@ def _cells(group: RunGroup, metrics: Sequence[ReportedMetric], base: RunGroup | 
     for metric in metrics:
         sample = group.sample(metric.name)
         count_text = f" ({sample.number} of {group.num_seeds})" if 0 < sample.number < group.num_seeds else ""
-        cells.append(f"{_sample_text(sample, metric.number_format)}{count_text}")
+        cells.append(f"{sample_text(sample, metric.number_format)}{count_text}")
         if group is base:
             cells.append("baseline")
         elif base is not None:
             baseline_sample = base.sample(metric.name) if group.evaluated_on == base.evaluated_on else Sample.of([])
-            cells.append(_difference_text(sample, baseline_sample, metric.number_format))
+            cells.append(difference_text(sample, baseline_sample, metric.number_format))
     return cells
 
 
-def _sample_text(sample: Sample, number_format: str) -> str:
+def sample_text(sample: Sample, number_format: str) -> str:
     """Returns text like ``0.1234 ± 0.0012``, or the mean alone where there is no standard deviation."""
     if math.isnan(sample.mean):
         return UNKNOWN
@@ -197,7 +197,7 @@ def _sample_text(sample: Sample, number_format: str) -> str:
     return mean if math.isnan(deviation) else f"{mean} ± {format(deviation, number_format)}"
 
 
-def _difference_text(sample: Sample, base: Sample, number_format: str) -> str:
+def difference_text(sample: Sample, base: Sample, number_format: str) -> str:
     """Returns text like ``+0.0034 ± 0.0008 (+4.2 s.e.)``, or the difference alone where its noise is not known."""
     difference = sample.mean - base.mean
     if math.isnan(difference):

@@ -154,14 +154,14 @@ def print_comparison(summaries: Sequence[RunSummary], console: "Console", baseli
     """Prints the comparison as a table of one run a line, and below it the means over seeds, if there are any."""
     columns = [column for column in report_columns(summaries) if column.in_terminal]
     rows = [[run.name, *(column.text(run) for column in columns)] for run in summaries]
-    _print_table(["run", *(column.heading for column in columns)], rows, console)
+    print_table(["run", *(column.heading for column in columns)], rows, console)
     if note := _dataset_note(summaries):
         console.print(note, markup=False, highlight=False, soft_wrap=True)
     metrics = [metric for metric in reported_metrics(summaries) if metric.in_terminal]
     means = GroupTable.of(summaries, metrics, baseline)
     if means is not None:
         console.print()
-        _print_table(means.headings, means.rows, console)
+        print_table(means.headings, means.rows, console)
         console.print(means.note, markup=False, highlight=False)
 
 
@@ -171,7 +171,8 @@ def _dataset_note(summaries: Sequence[RunSummary]) -> str:
     return f"The ids of the runs' datasets stand for different values ({num_kinds} kinds)." if num_kinds > 1 else ""
 
 
-def _print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], console: "Console") -> None:
+def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], console: "Console") -> None:
+    """Prints a table whose first column is on the left."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))

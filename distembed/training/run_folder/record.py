@@ -37,6 +37,7 @@ class RunInfo:
         versions: Package -> version that the run used.
         schemes: Partition scheme -> number of tables that have it.
         parameters: Number of parameters of the whole model.
+        embedding_parameters: Number of parameters of its tables.
         embedding_bytes: Bytes of the weights and stored rows of ids of all embedding tables.
         embedding_training_bytes: The same with the optimizer's states.
         embedding_rows: Rows of all embedding tables.
@@ -58,6 +59,7 @@ class RunInfo:
     versions: Mapping[str, str]
     schemes: Mapping[str, int]
     parameters: float
+    embedding_parameters: float
     embedding_bytes: float
     embedding_training_bytes: float
     embedding_rows: float

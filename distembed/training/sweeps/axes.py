@@ -84,7 +84,7 @@ def parse_axes(settings: Sequence[str], is_valid: Callable[[Sequence[str]], bool
         other_settings = [*(axis.overrides[0] for axis in axes), *(later[0] for later, _ in parsed[index + 1 :])]
         if is_list and is_valid([*other_settings, settings[index]]):
             overrides = (settings[index],)
-        axes.append(Axis(key, overrides, _value_names(overrides)))
+        axes.append(Axis(key, overrides, value_names(overrides)))
     return axes
 
 
@@ -142,7 +142,7 @@ def _value_text(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _value_names(overrides: Sequence[str]) -> tuple[str, ...]:
+def value_names(overrides: Sequence[str]) -> tuple[str, ...]:
     """Returns a distinct name for each value, of characters that a file's name can have.
 
     A name gets a hash of the value if it is cut, or empty, or equal to another name when case is ignored.

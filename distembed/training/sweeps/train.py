@@ -52,8 +52,16 @@ class PrunedRun(Interrupted):
     """A run that is stopped early, since other runs were better at its step."""
 
 
-def train_sweep(sweep: Sweep, num_workers: int, say: Say) -> dict[str, Outcome]:
+def train_sweep(
+    sweep: Sweep, num_workers: int, say: Say, show: Callable[[int], None] = lambda ended: None
+) -> dict[str, Outcome]:
     """Trains the runs of a sweep that are not finished, also after one fails, and returns the outcomes by name.
+
+    Args:
+        sweep: The sweep.
+        num_workers: Number of runs that are trained at a time.
+        say: Is called with a line when a run starts and when one ends.
+        show: Is called with the number of runs that have ended, at the start and after each run.
 
     Raises:
         UserError: The model of a run cannot be built, or another process trains this sweep; nothing is trained then.
@@ -68,6 +76,7 @@ def train_sweep(sweep: Sweep, num_workers: int, say: Say) -> dict[str, Outcome]:
     (sweep.folder / LOGS).mkdir(parents=True, exist_ok=True)
     outcomes = {run.name: Outcome(run.state) for run in sweep.runs if run.state in ("finished", "pruned")}
     to_train = [run for run in sweep.runs if run.name not in outcomes]
+    show(len(outcomes))
     if not to_train:
         sweep.record(outcomes)
         return outcomes
@@ -97,6 +106,7 @@ def train_sweep(sweep: Sweep, num_workers: int, say: Say) -> dict[str, Outcome]:
                 study.tell(trial, state=state)
             outcomes[run.name] = outcome
             sweep.record(outcomes)
+            show(len(outcomes))
             progress = f"[{len(outcomes)}/{sweep.trials or len(sweep.runs)}]"
             detail = outcome.described or outcome.error or ""
             say(f"{progress} {run.name} {outcome.status} in {outcome.seconds:,.0f} s  {detail}".rstrip())

@@ -1,0 +1,105 @@
+"""The command ``reproduce``: figures and tables of papers, trained again."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from distembed.base.errors import UserError
+from distembed.commands.shared import console, say
+
+if TYPE_CHECKING:
+    from distembed.training.sweeps.papers import Item
+    from distembed.training.sweeps.sweep import PlannedRun
+
+app = typer.Typer()
+
+
+@app.command(
+    "reproduce",
+    epilog="Example: `distembed reproduce shi2020/figure4-operations --data raw --seeds 3`",
+)
+def reproduce_command(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Figure or table, as --list names it.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, max=1000, help="Runs of each variant; more can be added later.")] = 3,
+    data: Annotated[Path, typer.Option(help="Folder of the raw files; an error says where they are to be had.")] = Path(
+        "data"
+    ),
+    run_dir: Annotated[
+        Path, typer.Option("--run-dir", help="Folder for the prepared datasets and the runs of all figures.")
+    ] = Path("runs/papers"),
+    workers: Annotated[
+        int, typer.Option(min=1, help="Processes that train runs at the same time; they share the CPU's cores.")
+    ] = 1,
+    other: Annotated[
+        str | None,
+        typer.Option("--dataset", metavar="NAME", help="Another dataset of datasets.yaml, such as the full data."),
+    ] = None,
+    papers: Annotated[
+        Path | None, typer.Option(help="Folder of papers; the project's own configs/papers unless given.")
+    ] = None,
+    list_all: Annotated[bool, typer.Option("--list", help="List every figure and table of the papers.")] = False,
+) -> None:
+    """Train a figure or a table of a paper again: all its variants and seeds, then a table and a plot.
+
+    Runs that have finished are kept: the same command resumes after any end.
+    """
+    from distembed.training.sweeps import papers as items
+
+    folder = papers or items.PAPERS
+    if list_all:
+        for line in items.list_items(folder):
+            say(f"{line.name}  {line.title if line.reason is None else f'not run here: {line.reason}'}")
+        return
+    if name is None:
+        raise UserError("NAME is missing; `distembed reproduce --list` names all figures and tables.")
+    item = items.load_item(name, folder)
+    dataset = run_dir / "datasets" / (other or item.dataset)
+    items.prepare_dataset(items.load_dataset(other or item.dataset, folder), data, dataset, say)
+    own = run_dir / (name if other is None else f"{name}-{other}")
+    _train(item, own, items.plan_item(item, folder / f"{name}.yaml", dataset, own, seeds), workers)
+
+
+def _train(item: "Item", folder: Path, runs: "list[PlannedRun]", workers: int) -> None:
+    """Trains the runs that have not finished, with a bar, and reports all that have."""
+    from distembed.reports.papers import report_item
+    from distembed.training.sweeps.sweep import Sweep, require_sweep_folder
+    from distembed.training.sweeps.train import train_sweep
+
+    require_sweep_folder(folder)
+    sweep = Sweep(Path(item.config), [], folder, runs)
+    say(f"{item.title}: {len(runs)} runs in {folder}")
+    try:
+        with _bar(len(runs)) as show:
+            outcomes = train_sweep(sweep, workers, say, show)
+    finally:
+        report_item(item, runs, folder, console)
+    sweep.require_all_finished(outcomes)
+
+
+@contextmanager
+def _bar(num_runs: int) -> Iterator[Callable[[int], None]]:
+    """Yields the function that shows how many runs have ended: as a bar in a terminal, else not at all.
+
+    The bar has no thread and leaves the streams as they are, since runs are trained in forked processes.
+    """
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    with Progress(
+        *columns,
+        console=console,
+        auto_refresh=False,
+        redirect_stdout=False,
+        redirect_stderr=False,
+        disable=not console.is_terminal,
+    ) as bar:
+        task = bar.add_task("runs", total=num_runs)
+
+        def show(ended: int) -> None:
+            bar.update(task, completed=ended)
+            bar.refresh()
+
+        yield show

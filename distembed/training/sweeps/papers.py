@@ -1,0 +1,276 @@
+"""Figures and tables of papers as sweeps: their YAML files, their datasets, and the runs of each.
+
+::
+
+    configs/papers/datasets.yaml        raw files, and the commands that prepare them
+    configs/papers/PAPER/paper.yaml     a paper, and why some of its figures are not run
+    configs/papers/PAPER/ITEM.yaml      a figure or a table: a config, variants of it, metrics, a plot
+
+A variant is the item's config with settings, as ``distembed train`` takes them. ``of: NAME`` adds its settings to those
+of another variant, which it is then compared with. ``{dataset}`` in a setting stands for the prepared folder.
+"""
+
+import gzip
+import hashlib
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pydantic.dataclasses
+from annotated_types import Len
+from pydantic import TypeAdapter
+
+import distembed
+from distembed.base.errors import RunError, UserError
+from distembed.base.files import read_regular_file
+from distembed.base.names import STRICT, one_of
+from distembed.base.validation import MAX_BYTES, parse_yaml, validated
+from distembed.training.config import Config, load_config
+from distembed.training.sweeps.axes import SEED, NamedRun, value_names
+from distembed.training.sweeps.sweep import PlannedRun, plan_run, require_no_mistakes
+
+PAPERS = Path(distembed.__file__).parents[1] / "configs" / "papers"
+"""The folder of the papers, beside the package."""
+_PAPER, _DATASETS = "paper.yaml", "datasets.yaml"
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
+class Dataset:
+    """Raw files, and how a dataset is made of them.
+
+    Attributes:
+        files: SHA-256 of each raw file's contents, uncompressed, by its name; empty where it is not known. A file with
+            another one is used, with a remark.
+        source: Where the files, or the full data, are to be had.
+        commands: Arguments of ``distembed``, or of ``python`` where the first word is a script of ``tools/``; they
+            write below ``{dataset}``, and read from the folder ``{raw}``. A command whose output is there is left out.
+    """
+
+    files: dict[str, str]
+    source: str
+    commands: list[str]
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
+class Variant:
+    """A line of a table, or a curve.
+
+    Attributes:
+        settings: Settings in addition to the item's own and to those of ``of``.
+        of: The variant that it extends, and that it is compared with.
+        config: A config in place of the item's.
+        reported: The paper's figures.
+    """
+
+    settings: list[str] = field(default_factory=list)
+    of: str | None = None
+    config: str | None = None
+    reported: str = ""
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
+class Plot:
+    """The axes of an item's plot.
+
+    Attributes:
+        x: The variants' names, their numbers of parameters in tables, or the rows read in training.
+        y: A metric.
+    """
+
+    x: Literal["variant", "parameters", "rows"]
+    y: str
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
+class Item:
+    """A figure or a table of a paper.
+
+    Attributes:
+        title: What it shows.
+        reported: What the paper reports, in a sentence.
+        dataset: Name of its dataset.
+        config: Its config, relative to its file.
+        metrics: The metrics of its table; variants are compared by the first.
+        plot: The axes of its plot.
+        variants: Its lines, by name.
+        settings: Settings of all variants.
+        remark: How the item differs from the paper's.
+    """
+
+    title: str
+    reported: str
+    dataset: str
+    config: str
+    metrics: Annotated[list[str], Len(1)]
+    plot: Plot
+    variants: Annotated[dict[str, Variant], Len(1)]
+    settings: list[str] = field(default_factory=list)
+    remark: str = ""
+
+    def lineage(self, name: str) -> list[Variant]:
+        """Returns a variant after the ones that it extends, the first of them first.
+
+        Raises:
+            UserError: ``of`` names no variant, or the variants extend one another in a circle.
+        """
+        found: dict[str, Variant] = {}
+        following: str | None = name
+        while following is not None:
+            if following in found:
+                raise UserError(f"variants.{name}.of: the variants {', '.join(found)} extend one another in a circle.")
+            found[following] = self.variants[one_of(f"variants.{name}.of", following, self.variants)]
+            following = found[following].of
+        return list(found.values())[::-1]
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
+class Paper:
+    """A paper: its title, where it is, and the reason by figure for those that are not run here."""
+
+    title: str
+    url: str
+    not_run: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A line of the list of figures and tables: one to run, or one with the reason why it is not run."""
+
+    name: str
+    title: str
+    reason: str | None
+
+
+def load_item(name: str, folder: Path = PAPERS) -> Item:
+    """Reads a figure or a table.
+
+    Args:
+        name: ``PAPER/ITEM``.
+        folder: The folder of the papers.
+
+    Raises:
+        UserError: There is none of the name, it is one that is not run here, or its file is wrong.
+    """
+    listed = {line.name: line for line in list_items(folder)}
+    found = listed[one_of("NAME", name, listed)]
+    if found.reason is not None:
+        raise UserError(f"{name} is not run here: {found.reason}")
+    item: Item = _read(folder / f"{name}.yaml", Item)
+    for variant in item.variants:
+        item.lineage(variant)
+    if item.plot.y not in item.metrics:
+        raise UserError(f"{folder / name}.yaml: plot.y is {item.plot.y!r}; give one of {', '.join(item.metrics)}.")
+    return item
+
+
+def list_items(folder: Path = PAPERS) -> list[Listed]:
+    """Returns every figure and table of the papers, paper by paper."""
+    if not folder.is_dir():
+        raise UserError(f"{folder} is no folder; run from a checkout of the project, whose configs/papers it is.")
+    lines = []
+    for file in sorted(folder.glob(f"*/{_PAPER}")):
+        own = file.parent.name
+        items = [path for path in file.parent.glob("*.yaml") if path != file]
+        lines += [
+            *(Listed(f"{own}/{path.stem}", _read(path, Item).title, None) for path in items),
+            *(Listed(f"{own}/{name}", "", reason) for name, reason in _read(file, Paper).not_run.items()),
+        ]
+    return sorted(lines, key=lambda line: line.name)
+
+
+def load_dataset(name: str, folder: Path = PAPERS) -> Dataset:
+    """Returns a dataset by its name."""
+    datasets: dict[str, Dataset] = _read(folder / _DATASETS, dict[str, Dataset])
+    return datasets[one_of("dataset", name, datasets)]
+
+
+def prepare_dataset(dataset: Dataset, raw: Path, folder: Path, say: Callable[[str], None]) -> None:
+    """Runs the commands of a dataset whose outputs are not there yet.
+
+    Raises:
+        UserError: Raw files are missing.
+        RunError: A command failed.
+    """
+    commands = [command for command in _commands(dataset, raw, folder) if not Path(command[-1]).exists()]
+    if not commands:
+        return
+    missing = [name for name in dataset.files if not (raw / name).exists()]
+    if missing:
+        raise UserError(f"--data {raw} has no {', '.join(missing)}. {dataset.source}")
+    for name, expected in dataset.files.items():
+        found = _checksum(raw / name) if expected else ""
+        if expected and found != expected:
+            say(f"note: {name} is not the file of the figures in README.md: its SHA-256 is {found}, not {expected}.")
+    folder.mkdir(parents=True, exist_ok=True)
+    for command in commands:
+        say(shlex.join(command[1:]))
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise RunError(f"{shlex.join(command[1:])} failed:\n{done.stdout}{done.stderr}")
+
+
+def variant_config(item: Item, file: Path, variant: str, dataset: Path, seed: int) -> Config:
+    """Returns the config of a variant with a seed.
+
+    Args:
+        item: The item.
+        file: Its file, to which the paths of configs are relative.
+        variant: The variant's name.
+        dataset: The folder of the prepared dataset.
+        seed: The seed.
+
+    Raises:
+        UserError: The config is wrong.
+    """
+    lineage = item.lineage(variant)
+    config = next((each.config for each in lineage[::-1] if each.config), item.config)
+    settings = [*item.settings, *(setting for each in lineage for setting in each.settings)]
+    settings = [setting.replace("{dataset}", str(dataset.absolute())) for setting in settings]
+    data = f"data.path={dataset.absolute() / 'data'}"
+    return load_config(file.parent / config, [data, *settings, f"{SEED}={seed}"])
+
+
+def plan_item(item: Item, file: Path, dataset: Path, folder: Path, num_seeds: int) -> list[PlannedRun]:
+    """Returns the runs of an item in ``folder``: each variant with seed 0, then each with seed 1, and so on.
+
+    Raises:
+        UserError: Some runs cannot be started; the error lists all mistakes.
+    """
+    recipes = dict(zip(item.variants, value_names([f"variant={each}" for each in item.variants]), strict=True))
+    runs, mistakes = [], dict[str, list[str]]()
+    for seed in range(num_seeds):
+        for variant, recipe in recipes.items():
+            run = NamedRun(f"{recipe},seed={seed}", recipe, (f"variant={recipe}", f"{SEED}={seed}"), ())
+            try:
+                runs.append(plan_run(run, variant_config(item, file, variant, dataset, seed), folder))
+            except UserError as error:
+                mistakes.setdefault(str(error), []).append(run.name)
+    require_no_mistakes(mistakes)
+    return runs
+
+
+def _commands(dataset: Dataset, raw: Path, folder: Path) -> Iterator[list[str]]:
+    """Yields the command lines; the last word of each is its output."""
+    for command in dataset.commands:
+        words = [word.format(raw=raw, dataset=folder) for word in shlex.split(command)]
+        is_script = words[0].startswith("tools/")
+        start = [str(PAPERS.parents[1] / words.pop(0))] if is_script else ["-m", "distembed"]
+        yield [sys.executable, *start, *words]
+
+
+def _checksum(file: Path) -> str:
+    """Returns the SHA-256 of a file's contents, of a .gz file without its compression."""
+    with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _read(path: Path, kind: Any) -> Any:
+    """Returns the contents of a YAML file as a dataclass."""
+    values = parse_yaml(read_regular_file(path, MAX_BYTES).decode(), str(path))
+    if not isinstance(values, Mapping):
+        raise UserError(f"{path} holds a {type(values).__name__}; it must hold keys such as `title:`.")
+    return validated(TypeAdapter(kind), kind, values, str(path))

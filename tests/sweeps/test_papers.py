@@ -1,0 +1,186 @@
+"""Figures and tables of papers: the committed ones are whole, and a killed reproduction equals an undisturbed one."""
+
+import gzip
+import json
+import os
+import re
+import shutil
+import signal
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from distembed.base.errors import UserError
+from distembed.training.sweeps.papers import (
+    PAPERS,
+    list_items,
+    load_dataset,
+    load_item,
+    prepare_dataset,
+    variant_config,
+)
+from tests.processes import start_processes
+from tests.small_runs import call, config_values
+from tests.sweeps.test_sweep import run_sweep
+from tests.training.test_runs import wait_for_steps
+
+OWN = [line.name for line in list_items() if line.reason is None]
+NUMBERED = {  # the figures and tables of each paper
+    "shi2020": {*(f"figure{number}" for number in range(1, 8)), "table1"},
+    "wu2019": {f"table{number}" for number in range(1, 7)},
+    "transformers4rec": {"figure1", "figure2", "figure3", "table1", "table2"},
+}
+SETTINGS = ["train.log_every=1", "train.max_steps=30", "train.evaluate_every=10"]
+VARIANTS: dict[str, Any] = {
+    "full": {"settings": ["embedding.default.partition=naive"], "reported": "0.5"},
+    "hash, 4": {"of": "full", "settings": ["embedding.default.partition=remainder"]},
+}
+ITEM: dict[str, Any] = {
+    "title": "Hashed tables",
+    "reported": "Nothing.",
+    "dataset": "small",
+    "config": "../small.yaml",
+    "metrics": ["auc", "logloss"],
+    "plot": {"x": "variant", "y": "auc"},
+    "settings": SETTINGS,
+    "variants": VARIANTS,
+}
+
+
+def write_papers(folder: Path, dataset: Path, **changes: Any) -> Path:
+    """A folder of one paper with one item, of the small dataset."""
+    (folder / "own").mkdir(parents=True)
+    texts = {
+        "datasets.yaml": {"small": {"files": {}, "source": "", "commands": []}},
+        "own/paper.yaml": {"title": "Own", "url": "", "not_run": {"table2": "no data"}},
+        "own/table1.yaml": ITEM | changes,
+    }
+    for name, values in texts.items():
+        (folder / name).write_text(yaml.safe_dump(values, sort_keys=False))
+    (folder / "small.yaml").write_text(yaml.safe_dump(config_values(dataset)))
+    return folder
+
+
+@pytest.fixture
+def papers(tmp_path: Path, dataset: Path) -> Path:
+    return write_papers(tmp_path / "papers", dataset)
+
+
+def reproduce(papers: Path, runs: Path, dataset: Path, *options: object) -> list[object]:
+    """The arguments of the command, with the small dataset as the prepared one."""
+    (runs / "datasets" / "small").mkdir(parents=True, exist_ok=True)
+    if not (runs / "datasets" / "small" / "data").exists():
+        (runs / "datasets" / "small" / "data").symlink_to(dataset)
+    return ["reproduce", "own/table1", "--papers", papers, "--run-dir", runs, *options]
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_every_variant_of_a_committed_item_is_a_valid_config(name: str, tmp_path: Path) -> None:
+    item = load_item(name)
+    load_dataset(item.dataset)
+    configs = [variant_config(item, PAPERS / f"{name}.yaml", variant, tmp_path, 0) for variant in item.variants]
+    texts = [config.to_yaml() for config in configs]
+    assert len(set(texts)) == len(texts), "two variants are one"
+    assert {config.data.path for config in configs} <= {str(tmp_path / "data"), str(tmp_path / "kept")}
+
+
+def test_every_figure_and_table_is_listed() -> None:
+    listed: dict[str, set[str]] = {}
+    for line in list_items():
+        paper, name = line.name.split("/")
+        for kind, first, last in re.findall(r"(figure|table)s?(\d+)(?:-(\d+))?", name):
+            numbers = range(int(first), int(last or first) + 1)
+            listed.setdefault(paper, set()).update(f"{kind}{number}" for number in numbers)
+    assert {paper: listed[paper] & expected for paper, expected in NUMBERED.items()} == NUMBERED
+    text = (PAPERS / "README.md").read_text()
+    assert [name for name in OWN if f"`{name}`" not in text] == []
+
+
+@pytest.mark.thorough
+def test_a_killed_reproduction_equals_an_undisturbed_one(papers: Path, dataset: Path, tmp_path: Path) -> None:
+    arguments = reproduce(papers, tmp_path / "killed", dataset, "--seeds", 2)
+    own = tmp_path / "killed" / "own" / "table1"
+    (process,) = start_processes(1, run_sweep, arguments, tmp_path).processes
+    wait_for_steps(own / "hash-4,seed=0", process, 5)  # the second of four runs
+    os.kill(process.pid or 0, signal.SIGKILL)
+    process.join()
+    kept = (own / "full,seed=0" / "evaluation.json").stat().st_mtime_ns
+    call(*arguments)
+    assert (own / "full,seed=0" / "evaluation.json").stat().st_mtime_ns == kept
+
+    call(*reproduce(papers, tmp_path / "whole", dataset, "--seeds", 2))
+    for name in ("results.json", "table.md", "plot.svg"):
+        assert (own / name).read_text() == (tmp_path / "whole" / "own" / "table1" / name).read_text()
+
+
+@pytest.mark.thorough
+def test_a_reproduction_ends_with_a_table_and_a_plot(papers: Path, dataset: Path, tmp_path: Path) -> None:
+    said = call(*reproduce(papers, tmp_path / "runs", dataset, "--seeds", 2))
+    own = tmp_path / "runs" / "own" / "table1"
+    header, _, *rows = [line.strip("| \n").split(" | ") for line in (own / "table.md").read_text().splitlines()]
+    assert header[:4] == ["variant", "seeds", "parameters", "in tables"] and header[-1] == "paper"
+    for row, (name, stem) in zip(rows, [("full", "full"), ("hash, 4", "hash-4")], strict=True):
+        evaluations = [json.loads((own / f"{stem},seed={seed}" / "evaluation.json").read_text()) for seed in (0, 1)]
+        values = [evaluation["auc"] for evaluation in evaluations]
+        assert row[0] == name and row[1] == "2"
+        assert row[4] == f"{statistics.mean(values):.4f} ± {statistics.stdev(values):.4f}" and row[4] in said
+    for x in ("variant", "parameters", "rows"):  # finished runs are drawn again, and not trained
+        (papers / "own" / "table1.yaml").write_text(
+            yaml.safe_dump(ITEM | {"plot": {"x": x, "y": "logloss"}}, sort_keys=False)
+        )
+        assert "training " not in call(*reproduce(papers, tmp_path / "runs", dataset, "--seeds", 2))
+        drawn = (own / "plot.svg").read_text()
+        assert all(f">{name}<" in drawn for name in VARIANTS) and "logloss<" in drawn
+    more = call(*reproduce(papers, tmp_path / "runs", dataset, "--seeds", 3))
+    assert more.count("training ") == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("own/table3", {}, "NAME is 'own/table3', which is not known"),
+        ("own/table2", {}, "own/table2 is not run here: no data"),
+        ("own/table1", {"plot": {"x": "rows", "y": "loss"}}, "plot.y is 'loss'; give one of auc, logloss"),
+        ("own/table1", {"metric": "auc"}, "metric: unknown key; did you mean metrics?"),
+        ("own/table1", {"variants": {"a": {"of": "b"}}}, "variants.a.of is 'b', which is not known"),
+        ("own/table1", {"variants": {"a": {"of": "b"}, "b": {"of": "a"}}}, "extend one another in a circle"),
+    ],
+)
+def test_wrong_items_are_explained(
+    tmp_path: Path, dataset: Path, name: str, changes: dict[str, Any], message: str
+) -> None:
+    papers = write_papers(tmp_path / "papers", dataset, **changes)
+    with pytest.raises(UserError, match=re.escape(message)):
+        load_item(name, papers)
+
+
+def test_a_dataset_is_prepared_once_and_its_files_are_checked(tmp_path: Path) -> None:
+    raw, folder, said = tmp_path / "raw", tmp_path / "prepared", list[str]()
+    raw.mkdir()
+    values = {
+        "files": {"ratings.csv.gz": "0" * 64},
+        "source": "It is at example.org.",
+        "commands": ["prepare ratings {raw}/ratings.csv.gz --output {dataset}/data"],
+    }
+    (tmp_path / "datasets.yaml").write_text(yaml.safe_dump({"ratings": values}))
+    dataset = load_dataset("ratings", tmp_path)
+    with pytest.raises(UserError, match=re.escape("has no ratings.csv.gz. It is at example.org.")):
+        prepare_dataset(dataset, raw, folder, said.append)
+    lines = [f"{user},{item},{1 + (user + item) % 5}\n" for user in range(9) for item in range(9)]
+    (raw / "ratings.csv.gz").write_bytes(gzip.compress(("user,item,rating\n" + "".join(lines)).encode()))
+    prepare_dataset(dataset, raw, folder, said.append)
+    assert (folder / "data" / "manifest.json").exists()
+    assert "ratings.csv.gz is not the file of the figures" in said[0] and len(said) == 2
+    shutil.rmtree(raw)
+    prepare_dataset(dataset, raw, folder, said.append)
+    assert len(said) == 2
+
+
+def test_the_command_lists_all_and_asks_for_a_name() -> None:
+    listed = call("reproduce", "--list")
+    assert all(f"{name}  {load_item(name).title}" in listed for name in OWN)
+    with pytest.raises(UserError, match="--list"):
+        call("reproduce")
