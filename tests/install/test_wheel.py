@@ -1,5 +1,10 @@
-"""Laws of the wheel, built as pip builds it but without a network: its files, its packages and its entry points."""
+"""Laws of the wheel: its files, packages and entry points, and that it works in an environment with nothing else.
 
+pip builds it without a network, and fills the environment from the index that it is configured for.
+"""
+
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -7,6 +12,10 @@ from importlib.metadata import Distribution
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
+
+from distembed.base.version import __version__
+from distembed.reports.doctor.trio import TORCHX, TRIOS
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = {"distembed": "distembed", "distembed/configs": "configs", "distembed_launch": "launch"}
@@ -23,22 +32,27 @@ def copied(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The unpacked wheel."""
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     (folder / "source").mkdir()
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
     subprocess.run([*build, "--wheel-dir", folder, copied(folder / "source")], check=True)
     (wheel,) = folder.glob("distembed-*.whl")
-    shutil.unpack_archive(wheel, folder / "site-packages", "zip")
-    return folder / "site-packages"
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path) -> Path:
+    """The unpacked wheel."""
+    shutil.unpack_archive(wheel, wheel.parent / "site-packages", "zip")
+    return wheel.parent / "site-packages"
 
 
 def test_the_wheel_has_the_modules_and_data_of_its_two_packages_and_nothing_else(installed: Path) -> None:
     expected = {
         Path(installed_folder) / file.relative_to(ROOT / folder)
         for installed_folder, folder in FOLDERS.items()
-        for pattern in ("*.py", "*.yaml", "py.typed")
+        for pattern in ("*.py", "*.yaml", "py.typed", "CHANGELOG.md")
         for file in (ROOT / folder).rglob(pattern)
     }
     files = {file.relative_to(installed) for file in installed.rglob("*") if file.is_file()}
@@ -58,3 +72,58 @@ def test_each_entry_point_is_in_the_wheel_or_torchxs_own(installed: Path) -> Non
         package = point.module.partition(".")[0]
         assert package in {*FOLDERS, "torchx"}, point
         assert package == "torchx" or (installed / point.module.replace(".", "/")).with_suffix(".py").is_file(), point
+
+
+def test_the_metadata_name_the_newest_version_of_the_changes_and_all_tested_pythons(installed: Path) -> None:
+    (metadata,) = installed.glob("*.dist-info")
+    told = Distribution.at(metadata).metadata
+    versions = re.findall(r"^## (\d+\.\d+\.\d+)$", (installed / "distembed" / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert versions == sorted(versions, key=Version, reverse=True)
+    assert told["Version"] == versions[0] == __version__
+    minors = {name.rpartition(".")[2] for name in told.get_all("Classifier") if "Python :: 3." in name}
+    assert minors == {str(minor) for trio in TRIOS.values() for minor in trio.pythons}
+    assert not {"Home-page", "Project-URL", "Author", "Author-email"} & set(told)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_in_an_empty_environment_doctor_fix_completes_it_and_all_of_the_quickstart_runs(
+    wheel: Path, tmp_path: Path
+) -> None:
+    own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    programs = tmp_path / "environment" / "bin"
+    (work := tmp_path / "work").mkdir()
+
+    def run(program: str | Path, *arguments: object, code: int = 0) -> str:
+        done = subprocess.run(
+            [program, *map(str, arguments)], cwd=work, env=own, capture_output=True, text=True, errors="replace"
+        )
+        assert done.returncode == code, f"{program} {arguments}\n{done.stdout}\n{done.stderr}"
+        return done.stdout + done.stderr
+
+    def distembed(*arguments: object, code: int = 0) -> str:
+        return run(programs / "distembed", *arguments, code=code)
+
+    run(sys.executable, "-m", "venv", tmp_path / "environment")
+    reachable = [programs / "pip", "download", "--no-deps", "--dest", tmp_path / "downloads", f"torchx=={TORCHX}"]
+    if subprocess.run(reachable, env=own, capture_output=True).returncode:
+        pytest.skip(f"pip reaches no package index: torchx=={TORCHX} cannot be downloaded")
+    run(programs / "pip", "install", wheel)
+
+    distembed("synthesize", "raw.tsv", "--rows", 4000)
+    distembed("prepare", "criteo", "raw.tsv", "--output", "dataset", "--split", "0.8,0.1,0.1")
+    distembed("configs", "--output", "configs")
+    training = ("train", "configs/quickstart.yaml", "data.path=dataset", "--run-dir")
+    assert "torchrec is not installed: `distembed doctor --fix`" in distembed(*training, "runs/full", code=1)
+    distembed("doctor", code=1)
+    commands = distembed("doctor", "--fix", "--dry-run").splitlines()
+    distembed("doctor", "--fix")
+    assert len(commands) == 3 and all("--no-deps" in command for command in commands)
+    assert distembed("doctor", "--dry-run") == ""
+
+    distembed(*training, "runs/full")
+    distembed(*training, "runs/qr", "embedding.default.partition=quotient_remainder")
+    distembed("report", "runs/full", "runs/qr", "--output", "report.html")
+    assert (work / "report.html").is_file()
+    distembed("launch", *training[1:], "runs/two", "-j", "1x2")
+    assert "distembed.train" in run(programs / "torchx", "builtins")
