@@ -43,7 +43,9 @@ class JobOptions:
         ),
     ] = None
     memory_mb: Annotated[int | None, typer.Option("--memory-mb", help="Memory of a node in MB.")] = None
-    image: Annotated[str | None, typer.Option("--image", help="Container image that holds distembed.")] = None
+    image: Annotated[
+        str | None, typer.Option("--image", help="Container image that holds distembed; that of tools/Dockerfile.")
+    ] = None
     env: Annotated[
         list[str] | None, typer.Option("--env", help="Environment variable, NAME=VALUE; may be repeated.")
     ] = None

@@ -193,6 +193,17 @@ def test_only_the_lowest_member_that_does_not_load_is_blamed(broken: str) -> Non
     assert not wrong(findings.check_loads(loads, trio.DEFAULT.pins("cpu"), already_wrong={names[broken]}))
 
 
+@pytest.mark.parametrize("library", findings.DRIVER_LIBRARIES)
+def test_the_cuda_members_are_not_blamed_for_a_machine_without_a_driver(library: str) -> None:
+    loads = {
+        "torch": WELL,
+        "fbgemm": LoadResult({}, f"OSError: {library}: cannot open"),
+        "torchrec": LoadResult({}, "x"),
+    }
+    judged = findings.check_loads(loads, trio.DEFAULT.pins("cuda"))
+    assert [finding.status for finding in judged] == ["ok", "note", "note"] and library in judged[1].detail
+
+
 @pytest.mark.parametrize(
     ("program", "error"),
     [

@@ -186,6 +186,10 @@ install() {
     # bytecode is not written each user of each. What is not for this Python does not compile, and is left.
     say "Compiling bytecode"
     "$VENV/bin/python" -W ignore -m compileall -qq -j 0 $VENV/lib/python*/site-packages distembed launch || true
+    if [[ $device == cuda ]] && ! nvidia-smi -L >/dev/null 2>&1; then
+        say "Not loading the CUDA members: FBGEMM's needs a library of the NVIDIA driver, which is not here"
+        return
+    fi
     say "Loading torch, FBGEMM and TorchRec once"
     "$VENV/bin/python" -W ignore -c 'import torch, fbgemm_gpu, torchrec' ||
         fail "the trio is installed and does not load; see:  $VENV/bin/python -m distembed.reports.doctor"

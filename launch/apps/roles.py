@@ -8,6 +8,7 @@ from typing import Any
 from torchx import specs
 
 from distembed.base.errors import UserError
+from distembed.base.version import __version__
 from distembed_launch.apps.request import NodeRequest, Shape
 
 ELASTIC = ("docker", "kubernetes", "local", "ray", "slurm")
@@ -35,7 +36,10 @@ class NodeRole(specs.Role):
                 f"its nodes or on none; ask for {self.num_replicas} nodes, or take one of {', '.join(ELASTIC)}"
             )
         if not self.image and scheduler in NEED_IMAGE:
-            raise UserError(f"image is empty, and {scheduler} runs containers; name one that holds distembed")
+            raise UserError(
+                f"image is empty, and {scheduler} runs containers; name one that holds distembed, such as "
+                f"{default_image(self.resource)}, which tools/Dockerfile builds"
+            )
         if self.image and scheduler in ("local", "slurm"):
             raise UserError(
                 f"image is {self.image!r}, and {scheduler} runs jobs on the nodes as they are: leave it out"
@@ -83,6 +87,11 @@ def find_resource(request: NodeRequest) -> specs.Resource:
         if value < least:
             raise UserError(f"{field} is {value}; it starts at {least}")
     return specs.Resource(**{"cpu": 2, "gpu": 0, "memMB": 4096, **integers})
+
+
+def default_image(resource: specs.Resource) -> str:
+    """Returns the name under which ``tools/Dockerfile`` says to build the image of this version for a node."""
+    return f"distembed:{__version__}-{'cuda' if resource.gpu > 0 else 'cpu'}"
 
 
 def _whole(field: str, value: int) -> int:

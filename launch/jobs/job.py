@@ -37,6 +37,7 @@ from distembed.base.version import __version__
 from distembed.training.run_folder.lock import owned
 from distembed_launch.apps.applications import training_app
 from distembed_launch.apps.request import ElasticRequest, parse_shape
+from distembed_launch.apps.roles import NEED_IMAGE, default_image, find_resource
 from distembed_launch.jobs.asking import asking, find_handle, planned_name
 from distembed_launch.schedulers.slurm.submission import OutcomeUnknown
 
@@ -148,11 +149,13 @@ class Job:
         """Returns the application that TorchX submits.
 
         With a kind of GPU (:attr:`gpu`) but neither a number of GPUs (``request.gpu``) nor a named resource (``h``), a
-        node gets a GPU for each process.
+        node gets a GPU for each process. Containers without an image (``request.image``) run :func:`default_image`.
         """
         folder, request = self.folder.absolute(), self.component
         if self.gpu is not None and not self.gpu.startswith("cpu") and request.h is None and request.gpu is None:
             request = replace(request, gpu=parse_shape(self.j).processes)
+        if self.scheduler.removeprefix("local_") in NEED_IMAGE and not request.image:
+            request = replace(request, image=default_image(find_resource(request)))
         return training_app(
             str(folder / "config.yaml"),
             [],

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from importlib.metadata import Distribution
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import pytest
 from packaging.version import Version
 
 from distembed.base.version import __version__
-from distembed.reports.doctor.trio import TORCHX, TRIOS
+from distembed.reports.doctor.trio import FBGEMM_DISTRIBUTIONS, TORCHX, TRIOS
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = {"distembed": "distembed", "distembed/configs": "configs", "distembed_launch": "launch"}
@@ -23,11 +24,13 @@ FOLDERS = {"distembed": "distembed", "distembed/configs": "configs", "distembed_
 
 
 def copied(folder: Path) -> Path:
-    """Copies the files that a wheel is made of, because a build writes next to them."""
-    for name in FOLDERS.values():
-        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("distembed_launch", "pyproject.toml", "README.md"):
-        shutil.copy(ROOT / name, folder / name, follow_symlinks=False)
+    """Copies the files that the build of the image is sent, which suffice for a wheel; a build writes next to them."""
+    allowed = (ROOT / "tools" / "Dockerfile.dockerignore").read_text().splitlines()
+    for name in [line.removeprefix("!") for line in allowed if line.startswith("!")]:
+        if (ROOT / name).is_dir() and not (ROOT / name).is_symlink():
+            shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, folder / name, follow_symlinks=False)
     return folder
 
 
@@ -83,6 +86,16 @@ def test_the_metadata_name_the_newest_version_of_the_changes_and_all_tested_pyth
     minors = {name.rpartition(".")[2] for name in told.get_all("Classifier") if "Python :: 3." in name}
     assert minors == {str(minor) for trio in TRIOS.values() for minor in trio.pythons}
     assert not {"Home-page", "Project-URL", "Author", "Author-email"} & set(told)
+
+
+def test_the_image_is_built_by_instructions_that_a_linter_accepts_from_extras_that_exist() -> None:
+    dockerfile = (ROOT / "tools" / "Dockerfile").read_text()
+    subprocess.run([Path(sys.executable).with_name("hadolint"), "-"], input=dockerfile, text=True, check=True)
+    defaults = dict(re.findall(r"^ARG (\w+)=(\S+)$", dockerfile, re.MULTILINE))
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(defaults["EXTRAS"].split(",")) <= extras.keys()
+    assert all(int(defaults["PYTHON"].removeprefix("3.")) in trio.pythons for trio in TRIOS.values())
+    assert defaults["DEVICE"] in FBGEMM_DISTRIBUTIONS
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -16,11 +17,13 @@ from torchx.runner import Runner, get_runner
 from torchx.specs import AppState, AppStatus
 
 from distembed.base.errors import RunError, UserError
+from distembed.base.version import __version__
 from distembed_launch.apps.request import ElasticRequest
 from distembed_launch.jobs import job as jobs
 from distembed_launch.jobs.job import Job, default_request, load_job, settled
 from distembed_launch.schedulers.slurm.submission import OutcomeUnknown
 
+ROOT = Path(__file__).parents[2]
 NUMBERS = ElasticRequest(cpu=8, memMB=1000)
 
 
@@ -136,6 +139,16 @@ def test_of_several_that_submit_at_once_one_does(tmp_path: Path) -> None:
         process.join()
     assert said.count("submitted") == 1, said
     assert len(load_job(str(tmp_path)).submissions) == 1
+
+
+@pytest.mark.parametrize("scheduler", ["kubernetes", "aws_batch", "local_docker", "slurm", "local_cwd"])
+def test_containers_without_an_image_run_that_of_tools_dockerfile(scheduler: str) -> None:
+    tags = re.findall(r"^#   docker build .*-t (\S+) \.$", (ROOT / "tools/Dockerfile").read_text(), re.MULTILINE)
+    assert tags == [f"distembed:{__version__}-{device}" for device in ("cuda", "cpu")]
+    images = tags if scheduler in ("kubernetes", "aws_batch", "local_docker") else ["", ""]
+    jobs = [Job("run", scheduler, "1x1", component=request) for request in (ElasticRequest(h="gpu_8_h100"), NUMBERS)]
+    assert [job.app().roles[0].image for job in jobs] == images
+    assert jobs[0].changed(image="own").app().roles[0].image == "own"
 
 
 def test_a_change_replaces_what_it_names_and_nothing_else(tmp_path: Path) -> None:

@@ -25,6 +25,8 @@ Status = Literal["ok", "note", "wrong"]
 OLDEST_PYTHON = min(trio.DEFAULT.pythons)
 """Minor version of the oldest Python 3 that distembed runs on."""
 LOW_DISK_BYTES = 10 * 2**30
+DRIVER_LIBRARIES = ("libcuda.so.1", "libnvidia-ml.so.1")
+"""Libraries of the NVIDIA driver that FBGEMM's build for CUDA loads."""
 
 
 @dataclass(frozen=True)
@@ -127,8 +129,8 @@ def check_loads(
 ) -> list[Finding]:
     """Judges whether each member can be imported and used; ``pins`` are the versions of the tested trio.
 
-    A failure is only a note where a member that it builds on fails to load too, and where ``already_wrong`` holds the
-    name of its distribution, whose version another finding mends.
+    A failure is only a note where a member that it builds on fails to load too, where ``already_wrong`` holds the name
+    of its distribution, whose version another finding mends, and where this machine lacks a library of the driver.
     """
     findings = []
     below: list[str] = []
@@ -141,6 +143,8 @@ def check_loads(
             findings.append(Finding(subject, "note", f"not known: {failed[0]} does not load"))
         elif name in already_wrong:
             findings.append(Finding(subject, "note", result.error))
+        elif any(library in result.error for library in DRIVER_LIBRARIES):
+            findings.append(Finding(subject, "note", f"not known: no NVIDIA driver here ({result.error})"))
         else:
             findings.append(Finding(subject, "wrong", result.error, _install_member(name, pinned, "--force-reinstall")))
         below.append(member)
