@@ -31,7 +31,6 @@ from typing import Any
 import torch
 from bench_commands import CONFIGS, bench_parser, deviation, run_distembed
 from bench_common import train_quietly
-from bench_recommenders import FOLDER as RECOMMENDERS
 from torch import Tensor
 
 from distembed.base.ranks import process_group
@@ -58,6 +57,7 @@ class Problem:
 
 
 _SAMPLE = CONFIGS / "criteo_sample.yaml"
+_RECOMMENDERS = CONFIGS / "recommenders"
 _DCNV2 = (
     "model={name: dcnv2, dropout: 0.1}",
     "train.dense_optimizer.learning_rate=0.003",
@@ -66,17 +66,22 @@ _DCNV2 = (
 PROBLEMS = {
     "criteo dlrm": Problem(_SAMPLE, "criteo", "auc"),
     "criteo dcnv2": Problem(_SAMPLE, "criteo", "auc", _DCNV2),
-    # the settings of ml1m_mf_qr4.yaml, whose optimizer trains products too
+    # an optimizer that trains products too
     "movielens mf": Problem(
-        RECOMMENDERS / "ml1m_mf_qr4.yaml",
+        _RECOMMENDERS / "ml1m_mf.yaml",
         "movielens",
         "rmse",
-        ("embedding.default.partition=naive",),
+        (
+            "embedding.default.collisions=4",
+            "task.regularization=0.04",
+            "train.epochs=8",
+            "train.sparse_optimizer={name: adagrad, learning_rate: 0.03}",
+        ),
         is_loss=True,
         without=("unified, two hashes, concat",),
     ),
     "beauty sasrec": Problem(
-        RECOMMENDERS / "beauty_sasrec.yaml", "beauty", "ndcg@10_of_101", without=("unified, two hashes, concat",)
+        _RECOMMENDERS / "beauty_sasrec.yaml", "beauty", "ndcg@10_of_101", without=("unified, two hashes, concat",)
     ),
 }
 

@@ -88,7 +88,7 @@ def main() -> None:
     results = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        run_distembed("prepare", "criteo", options.tsv, "--output", folder / "zero")
+        run_distembed("prepare", "criteo", options.tsv, "--output", (dataset := folder / "dataset"))
         for title, (model, settings) in _MODELS.items():
             if not re.search(options.only, title):
                 continue
@@ -109,7 +109,7 @@ def main() -> None:
             command += ["--settings", json.dumps(settings)]
             ours, theirs = [], []
             for seed in range(options.seeds):
-                ours.append(train(f"{title}, full", folder, folder / title, seed))
+                ours.append(train(f"{title}, full", dataset, folder / title, seed))
                 theirs.append(train_peer(command, seed))
             speeds = [[run["samples_per_second"] for run in runs] for runs in (ours, theirs)]
             times = median_ratio(*speeds)

@@ -1,20 +1,19 @@
-"""Trains each scheme on real Criteo rows with several seeds: parameters, AUC and logloss on the test split.
+"""Trains models and schemes on real Criteo rows with several seeds: parameters, AUC and logloss on the test split.
 
 ::
 
     python tools/bench_quality.py train.tsv.gz --seeds 5 --output bench_quality.json
-    OMP_NUM_THREADS=1 python tools/bench_quality.py train.tsv.gz --seeds 5 --jobs 2 --only "(4|60)$"
     OMP_NUM_THREADS=1 python tools/bench_quality.py train.tsv.gz --seeds 3 --jobs 2 --only "^[^,]*, (full|product, 4)$"
     OMP_NUM_THREADS=1 python tools/bench_quality.py train.tsv.gz --seeds 3 --jobs 2 --only "two hashes"
     OMP_NUM_THREADS=1 python tools/bench_quality.py train.tsv.gz --seeds 3 --jobs 2 --only "mixed dimensions"
     OMP_NUM_THREADS=1 python tools/bench_quality.py train.tsv.gz --seeds 3 --jobs 2 --only "^DLRM, (full|codes.*)$"
     python tools/bench_quality.py train.tsv.gz --search 6 --only "^[^,]*, full$"
 
-The second command trains every click model with full and with quotient-remainder tables. The sixth one compresses
+The second command trains every click model with full and with quotient-remainder tables. The fifth one compresses
 trained full tables to codes. ``--search`` looks for settings by the validation split instead: trials of Optuna's TPE.
 
-Rows are split 0.8/0.1/0.1 in time order and trained on for one epoch with ``configs/criteo_sample.yaml``, or with the
-configs in ``configs/criteo_sample/``, one a scheme.
+Rows are split 0.8/0.1/0.1 in time order and trained on for one epoch with ``configs/criteo_sample.yaml``. The schemes
+and the soft one-hot vectors of papers are items of ``distembed reproduce``.
 """
 
 import json
@@ -35,21 +34,10 @@ from rich.console import Console
 from rich.table import Table
 
 _BASE = CONFIGS / "criteo_sample.yaml"
-_PRODUCT = CONFIGS / "criteo_sample" / "product_4.yaml"
-_SCHEMES = {
-    "hashed": "hash",
-    "feature generation": "feature",
-    "concatenation": "concat",
-    "sum": "add",
-    "product": "product",
-    "path, linear": "path_linear",
-    "path, MLP 64": "path_mlp",
-}
-_SOFT_ONE_HOT = {"instead": ("soft_one_hot", "soft_one_hot"), "beside": ("soft_one_hot_beside", "both")}
-"""DLRM's config and DCN's ``model.dense``, for soft one-hot vectors instead of the numbers or in addition to them."""
+_PRODUCT = ["embedding.default.partition=quotient_remainder"]
+_HASHED = ["embedding.default.partition=remainder"]
 _CODES = {38: "95900B", 63: "57800B", 150: "24300B"}
 """Budget of the tables of ``distembed compress``, by how many times smaller the full tables become."""
-_MISSING = {"": "zero", ", missing kept": "keep"}
 _CLICK_MODELS = {
     "DLRM": [],
     "DCN": ["model={name: dcn}"],
@@ -120,62 +108,50 @@ def bounds_by_counts(dataset: Path, least_counts: Sequence[int]) -> list[str]:
 
 
 class Variant(NamedTuple):
-    """A config with settings, whether missing integers are 0 (``zero``) or null (``keep``), and a budget of codes.
+    """Settings of the config, and a budget of codes.
 
     ``least_counts`` are the counts from which ids have rows of their own in truncated tables.
     """
 
-    config: Path
     settings: list[str]
-    missing: str = "zero"
     budget: str | None = None
     least_counts: Sequence[int] = ()
 
 
 VARIANTS: dict[str, Variant] = (
     {
-        "DLRM, full": Variant(_BASE, []),
-        "DLRM, full, fp32": Variant(_BASE, ["train.precision=fp32"]),
-        "DLRM, product, 4, fp32": Variant(_PRODUCT, ["train.precision=fp32"]),
+        "DLRM, full": Variant([]),
+        "DLRM, full, fp32": Variant(["train.precision=fp32"]),
+        "DLRM, product, 4, fp32": Variant([*_PRODUCT, "train.precision=fp32"]),
     }
-    | {f"DLRM, codes, {times}": Variant(_BASE, [], budget=budget) for times, budget in _CODES.items()}
-    | {f"{name}, full": Variant(_BASE, settings) for name, settings in _CLICK_MODELS.items()}
-    | {f"{name}, product, 4": Variant(_PRODUCT, settings) for name, settings in _CLICK_MODELS.items()}
+    | {f"DLRM, codes, {times}": Variant([], budget=budget) for times, budget in _CODES.items()}
+    | {f"{name}, full": Variant(settings) for name, settings in _CLICK_MODELS.items()}
+    | {f"{name}, product, 4": Variant([*_PRODUCT, *settings]) for name, settings in _CLICK_MODELS.items()}
     | {
-        f"DLRM, {name}, {collisions}": Variant(CONFIGS / "criteo_sample" / f"{stem}_{collisions}.yaml", [])
+        f"DLRM, {name}, {collisions}": Variant([*scheme, f"embedding.default.collisions={collisions}"])
         for collisions in (4, 60)
-        for name, stem in _SCHEMES.items()
+        for name, scheme in {"hashed": _HASHED, "product": _PRODUCT}.items()
     }
     | {
-        f"DLRM, two hashes, {composition}, {collisions}": Variant(_BASE, multi_hash(composition, collisions))
+        f"DLRM, two hashes, {composition}, {collisions}": Variant(multi_hash(composition, collisions))
         for collisions in (4, 60)
         for composition in _TIMES_COLLISIONS
     }
     | {
-        f"DLRM, mixed dimensions, {name}": Variant(_BASE, mixed_dims(dims, data_type), least_counts=least_counts)
+        f"DLRM, mixed dimensions, {name}": Variant(mixed_dims(dims, data_type), least_counts=least_counts)
         for name, (dims, least_counts, data_type) in _MIXED.items()
-    }
-    | {
-        f"DLRM, soft one-hot {place}{suffix}": Variant(CONFIGS / "criteo_sample" / f"{stem}.yaml", [], missing)
-        for place, (stem, _) in _SOFT_ONE_HOT.items()
-        for suffix, missing in _MISSING.items()
-    }
-    | {
-        f"DCN, soft one-hot {place}{suffix}": Variant(_BASE, [f"model={{name: dcn, dense: {dense}}}"], missing)
-        for place, (_, dense) in _SOFT_ONE_HOT.items()
-        for suffix, missing in _MISSING.items()
     }
 )
 
 
-def train(variant: str, datasets: Path, runs: Path, seed: int) -> dict[str, Any]:
+def train(variant: str, dataset: Path, runs: Path, seed: int) -> dict[str, Any]:
     """Trains with one seed, compresses the run to codes if it has a budget, and returns its record and evaluation."""
-    config, settings, missing, budget, least_counts = VARIANTS[variant]
+    settings, budget, least_counts = VARIANTS[variant]
     run = runs / str(seed)
-    run_settings = [f"data.path={datasets / missing}", f"train.seed={seed}", *settings]
+    run_settings = [f"data.path={dataset}", f"train.seed={seed}", *settings]
     if least_counts:
-        run_settings += bounds_by_counts(datasets / missing, least_counts)
-    run_distembed("train", config, *run_settings, "--run-dir", run)
+        run_settings += bounds_by_counts(dataset, least_counts)
+    run_distembed("train", _BASE, *run_settings, "--run-dir", run)
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     last = [line for line in lines if line["kind"] == "train"][-1]
     record = json.loads((run / "run.json").read_text()) | json.loads((run / "evaluation.json").read_text())
@@ -186,14 +162,14 @@ def train(variant: str, datasets: Path, runs: Path, seed: int) -> dict[str, Any]
     return record | {"samples_per_second": last["samples"] / last["seconds"]}
 
 
-def search(variant: str, datasets: Path, folder: Path, trials: int) -> None:
+def search(variant: str, dataset: Path, folder: Path, trials: int) -> None:
     """Looks for settings of a variant by the validation split, and prints the command's table of runs."""
-    config, settings, missing, *_ = VARIANTS[variant]
+    settings = VARIANTS[variant].settings
     space = [values for values in _SEARCH if "dropout" not in values or not variant.startswith(("DLRM", "DCN,"))]
     fixed = [setting for setting in settings if setting.startswith("model=")]
-    data = [f"data.path={datasets / missing}", "data.test=null"]
+    data = [f"data.path={dataset}", "data.test=null"]
     options = ["--sampler", "tpe", "--trials", str(trials), "--workers", "2", "--run-dir", str(folder)]
-    command = [sys.executable, "-m", "distembed", "sweep", str(config), *data, *fixed, *space, *options]
+    command = [sys.executable, "-m", "distembed", "sweep", str(_BASE), *data, *fixed, *space, *options]
     print(variant, flush=True)
     subprocess.run(command, check=True)
 
@@ -220,16 +196,15 @@ def main() -> None:
     options = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        datasets = Path(folder)
+        dataset = Path(folder) / "dataset"
         names = [name for name in VARIANTS if re.search(options.only, name)]
-        for missing in {VARIANTS[name].missing for name in names}:
-            run_distembed("prepare", "criteo", *options.tsv, "--missing", missing, "--output", datasets / missing)
+        run_distembed("prepare", "criteo", *options.tsv, "--output", dataset)
         with ThreadPoolExecutor(options.jobs) as pool:
             for number, variant in enumerate(names):
                 if options.search is not None:
-                    search(variant, datasets, Path(folder) / f"search-{number}", options.search)
+                    search(variant, dataset, Path(folder) / f"search-{number}", options.search)
                     continue
-                train_seed = partial(train, variant, datasets, Path(folder) / f"runs-{number}")
+                train_seed = partial(train, variant, dataset, Path(folder) / f"runs-{number}")
                 runs = list(pool.map(train_seed, range(options.seeds)))
                 rows.append(summarise(variant, runs))
     table = Table("variant", "parameters", "in tables", "bytes", "samples/s", "test AUC", "test logloss")

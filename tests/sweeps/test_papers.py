@@ -84,7 +84,7 @@ def test_every_variant_of_a_committed_item_is_a_valid_config(name: str, tmp_path
     configs = [variant_config(item, PAPERS / f"{name}.yaml", variant, tmp_path, 0) for variant in item.variants]
     texts = [config.to_yaml() for config in configs]
     assert len(set(texts)) == len(texts), "two variants are one"
-    assert {config.data.path for config in configs} <= {str(tmp_path / "data"), str(tmp_path / "kept")}
+    assert {config.data.path for config in configs} <= {str(tmp_path / name) for name in ("data", "kept", "timed")}
 
 
 def test_every_figure_and_table_is_listed() -> None:
