@@ -9,10 +9,10 @@ import typer
 
 from distembed.base.errors import RunError, UserError
 from distembed.commands.shared import ConfigArgument, OverridesArgument, flattened, say
-from distembed_launch.apps.request import ElasticRequest
+from distembed.launch.apps.request import ElasticRequest
 
 if TYPE_CHECKING:
-    from distembed_launch.jobs.job import Job
+    from distembed.launch.jobs.job import Job
 
 app = typer.Typer()
 
@@ -135,18 +135,18 @@ def launch_command(
     Exit code 3 where the model does not fit or a check fails; nothing is submitted then.
     """
     _require_torchx()
-    from distembed_launch.jobs.asking import require_package
+    from distembed.launch.jobs.asking import require_package
 
     require_package(scheduler, dry_run=submit.dry_run)
+    from distembed.launch.jobs.job import Job, default_request
     from distembed.training.config import load_config
     from distembed.training.run_folder.folder import default_run_folder
-    from distembed_launch.jobs.job import Job, default_request
 
     loaded = load_config(config, overrides or [])
     folder = str(run_dir or default_run_folder(config.stem))
     job = Job(folder, scheduler, j, component=default_request(scheduler, folder, j))
     job = training.applied_to(job_options.applied_to(job))
-    from distembed_launch.jobs.start import launch_job
+    from distembed.launch.jobs.start import launch_job
 
     launch_job(job, loaded, dry_run=submit.dry_run, detach=submit.detach, say=say)
 
@@ -157,8 +157,8 @@ def status_command(run: RunArgument) -> None:
     job = _load(run)
     from torchx.runner import get_runner
 
-    from distembed_launch.jobs.follow import job_state, run_progress, state_text
-    from distembed_launch.jobs.job import LOCAL_SCHEDULERS
+    from distembed.launch.jobs.follow import job_state, run_progress, state_text
+    from distembed.launch.jobs.job import LOCAL_SCHEDULERS
 
     with get_runner() as runner:
         state = job_state(job, runner)
@@ -179,7 +179,7 @@ def logs_command(
 ) -> None:
     """Print the output of the nodes of a launched run."""
     job = _load(run)
-    from distembed_launch.jobs.follow import job_log_lines
+    from distembed.launch.jobs.follow import job_log_lines
 
     for line in job_log_lines(job, node, follow=follow, say=say):
         say(line)
@@ -189,7 +189,7 @@ def logs_command(
 def cancel_command(run: RunArgument) -> None:
     """End a launched run; `distembed resume` continues it."""
     job = _load(run)
-    from distembed_launch.jobs.follow import cancel_job
+    from distembed.launch.jobs.follow import cancel_job
 
     cancel_job(job)
     say(f"told to end: {job.scheduler} {job.app_id}")
@@ -202,10 +202,10 @@ def resume_command(
 ) -> None:
     """Check and submit a launched run again, with these changes; it resumes from its newest checkpoint."""
     job = _load(run)
-    from distembed_launch.jobs.asking import require_package
+    from distembed.launch.jobs.asking import require_package
 
     require_package(job.scheduler, dry_run=submit.dry_run)
-    from distembed_launch.jobs.start import resume_job
+    from distembed.launch.jobs.start import resume_job
 
     resume_job(job_options.applied_to(job, j), dry_run=submit.dry_run, detach=submit.detach, say=say)
 
@@ -213,7 +213,7 @@ def resume_command(
 def _load(run: str) -> "Job":
     """Returns the job of a run, with the outcome of its newest submission."""
     _require_torchx()
-    from distembed_launch.jobs.job import load_job, settled
+    from distembed.launch.jobs.job import load_job, settled
 
     return settled(load_job(run))
 

@@ -16,8 +16,8 @@ from docstring_parser import parse
 from torchx import specs
 
 from distembed.commands.shared import dataclass_parameters, flattened
-from distembed_launch.apps.applications import benchmark_app, single_node_app, training_app
-from distembed_launch.apps.request import ElasticRequest, NodeRequest
+from distembed.launch.apps.applications import benchmark_app, single_node_app, training_app
+from distembed.launch.apps.request import ElasticRequest, NodeRequest
 
 
 def _component(function: Callable[..., specs.AppDef]) -> Callable[..., specs.AppDef]:

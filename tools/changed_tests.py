@@ -30,12 +30,12 @@ def changed_files(base: str) -> list[str]:
 
 def touched_tests(changed: list[str]) -> list[str]:
     """Returns the test files that the changed files touch."""
-    graph = grimp.build_graph("distembed", "distembed_launch", cache_dir=None)
+    graph = grimp.build_graph("distembed", cache_dir=None)
     for module in graph.modules:
         if module == "distembed" or module.startswith(_COMMAND_LINE):
             for imported in graph.find_modules_directly_imported_by(module):
                 graph.remove_import(importer=module, imported=imported)
-    modules = {re.sub("^launch/", "distembed_launch/", path).removesuffix(".py") for path in changed}
+    modules = {re.sub("^launch/", "distembed/launch/", path).removesuffix(".py") for path in changed}
     modules = {name.removesuffix("/__init__").replace("/", ".") for name in modules} & graph.modules
     modules = modules.union(*(graph.find_downstream_modules(module) for module in modules))
     return [

@@ -20,7 +20,7 @@ from distembed.base.version import __version__
 from distembed.commands import inspect, plan, prepare, reproduce, serving, sweep, train
 from distembed.commands.error_file import record_error, user_exit_code
 from distembed.commands.shared import errors
-from distembed_launch import commands as launch
+from distembed.launch import commands as launch
 
 INTERRUPTED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again
 _WRONG, _FAILED = "[bold red]error:[/]", "[bold red]failed:[/]"

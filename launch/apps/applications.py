@@ -14,8 +14,8 @@ from torchx import specs
 from torchx.specs import macros
 
 from distembed.base.errors import UserError
-from distembed_launch.apps.request import ElasticRequest, NodeRequest, Shape, parse_shape
-from distembed_launch.apps.roles import (
+from distembed.launch.apps.request import ElasticRequest, NodeRequest, Shape, parse_shape
+from distembed.launch.apps.roles import (
     GRACE_SECONDS,
     NodeRole,
     find_resource,
@@ -24,7 +24,7 @@ from distembed_launch.apps.roles import (
     parse_mounts,
     require_gpus,
 )
-from distembed_launch.nodes.exit_codes import SIGNALS
+from distembed.launch.nodes.exit_codes import SIGNALS
 
 
 def training_app(
@@ -140,7 +140,7 @@ def log_dir(run_dir: str) -> str:
 
 
 def _elastic_script(shape: Shape, module: Sequence[str], run_dir: str, request: ElasticRequest) -> str:
-    """Returns the script that runs ``python -m MODULE ...`` on every rank under :mod:`distembed_launch.nodes.run`."""
+    """Returns the script that runs ``python -m MODULE ...`` on every rank under :mod:`distembed.launch.nodes.run`."""
     lines = ["set -u", f"logs={log_dir(run_dir)}", 'mkdir -p "$$logs" || exit', 'rm -f "$$logs/error.json"']
     # the launcher writes the error of its ranks here
     lines += ['export TORCHELASTIC_ERROR_FILE="$$logs/error.json"']
@@ -172,5 +172,5 @@ def _elastic_script(shape: Shape, module: Sequence[str], run_dir: str, request: 
         f"-m {' '.join(map(_quoted, module))}",
     ]
     # exec: signals are for the launcher, not for a shell
-    lines += [" \\\n    ".join([f"exec {_quoted(request.python)} -m distembed_launch.nodes.run", *launcher])]
+    lines += [" \\\n    ".join([f"exec {_quoted(request.python)} -m distembed.launch.nodes.run", *launcher])]
     return "\n".join(lines) + "\n"

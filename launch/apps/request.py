@@ -1,7 +1,7 @@
 """The request of a job: its nodes and processes, ``-j [MIN:]NODESxPROCESSES``, and their resources.
 
 Fields of requests become arguments of TorchX's components, with their descriptions in ``torchx run ... --help``; see
-:mod:`distembed_launch.components`.
+:mod:`distembed.launch.components`.
 """
 
 import re

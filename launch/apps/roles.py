@@ -9,7 +9,7 @@ from torchx import specs
 
 from distembed.base.errors import UserError
 from distembed.base.version import __version__
-from distembed_launch.apps.request import NodeRequest, Shape
+from distembed.launch.apps.request import NodeRequest, Shape
 
 ELASTIC = ("docker", "kubernetes", "local", "ray", "slurm")
 """Schedulers, by TorchX's names of their back ends, on which a job continues with fewer nodes."""

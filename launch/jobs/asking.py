@@ -14,7 +14,7 @@ from torchx import specs
 from torchx.runner import Runner
 
 from distembed.base.errors import RunError, UserError
-from distembed_launch.schedulers.slurm.queries import find_job
+from distembed.launch.schedulers.slurm.queries import find_job
 
 _PACKAGES = {"kubernetes": "kubernetes", "aws_batch": "boto3", "ray": "ray"}
 """The package that only one scheduler needs; distembed's extra of the scheduler's name installs it."""

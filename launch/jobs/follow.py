@@ -15,11 +15,11 @@ from torchx.schedulers.local_scheduler import SignalException
 from torchx.specs import NONE, AppState, AppStatus
 
 from distembed.base.errors import InsufficientMemory, Interrupted, RunError, UserError
+from distembed.launch.jobs.asking import asking
+from distembed.launch.jobs.job import LOCAL_SCHEDULERS, Job
+from distembed.launch.nodes.exit_codes import MISTAKES
+from distembed.launch.schedulers.slurm.scheduler import create_scheduler
 from distembed.training.run_folder.record import RunInfo, last_metrics
-from distembed_launch.jobs.asking import asking
-from distembed_launch.jobs.job import LOCAL_SCHEDULERS, Job
-from distembed_launch.nodes.exit_codes import MISTAKES
-from distembed_launch.schedulers.slurm.scheduler import create_scheduler
 
 Say = Callable[[str], None]
 """A function that prints a line."""

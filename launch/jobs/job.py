@@ -34,12 +34,12 @@ from distembed.base.files import write_json, write_text
 from distembed.base.machine import host_memory_bytes
 from distembed.base.names import one_of
 from distembed.base.version import __version__
+from distembed.launch.apps.applications import training_app
+from distembed.launch.apps.request import ElasticRequest, parse_shape
+from distembed.launch.apps.roles import NEED_IMAGE, default_image, find_resource
+from distembed.launch.jobs.asking import asking, find_handle, planned_name
+from distembed.launch.schedulers.slurm.submission import OutcomeUnknown
 from distembed.training.run_folder.lock import owned
-from distembed_launch.apps.applications import training_app
-from distembed_launch.apps.request import ElasticRequest, parse_shape
-from distembed_launch.apps.roles import NEED_IMAGE, default_image, find_resource
-from distembed_launch.jobs.asking import asking, find_handle, planned_name
-from distembed_launch.schedulers.slurm.submission import OutcomeUnknown
 
 FOLDER = "launch"
 LOCAL_SCHEDULERS = ("local_cwd", "local_docker")
@@ -57,7 +57,7 @@ class Submission:
     Attributes:
         handle: TorchX's name of the job, ``slurm://session/123``; "" until the scheduler has it.
         time: When it was submitted, in UTC.
-        name: Name by which the job is found while there is no handle; see :mod:`distembed_launch.jobs.asking`.
+        name: Name by which the job is found while there is no handle; see :mod:`distembed.launch.jobs.asking`.
     """
 
     handle: str
@@ -74,7 +74,7 @@ class Job:
         run_dir: Run folder, which every node must see.
         j: Nodes and processes, ``[MIN:]NODESxPROCESSES``.
         options: Options of the scheduler, like Slurm's partition.
-        component: Resources of the nodes, and start of their ranks: arguments of ``distembed_launch.components.train``.
+        component: Resources of the nodes, and start of their ranks: arguments of ``distembed.launch.components.train``.
         gpu: Device of each process, as ``distembed plan --gpu`` takes it; None for the named resource's, or CPUs.
         submissions: The newest submission is the last.
     """

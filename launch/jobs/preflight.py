@@ -9,6 +9,10 @@ from typing import TYPE_CHECKING, Any
 from torchx import specs
 
 from distembed.base.errors import RunError, UserError
+from distembed.launch.apps.request import Shape
+from distembed.launch.schedulers.slurm.queries import NodeRecord, list_nodes
+from distembed.launch.schedulers.slurm.script import SlurmJob
+from distembed.launch.schedulers.slurm.submission import expected_start
 from distembed.reports.doctor import (
     Finding,
     check_trio_versions,
@@ -17,10 +21,6 @@ from distembed.reports.doctor import (
     name_trio,
     nvidia_smi_works,
 )
-from distembed_launch.apps.request import Shape
-from distembed_launch.schedulers.slurm.queries import NodeRecord, list_nodes
-from distembed_launch.schedulers.slurm.script import SlurmJob
-from distembed_launch.schedulers.slurm.submission import expected_start
 
 if TYPE_CHECKING:
     from distembed.reports.plan.assessment import Assessment

@@ -13,15 +13,15 @@ import typer
 from torchx.runner import get_runner
 
 from distembed.base.errors import UserError
+from distembed.launch.apps.request import parse_shape
+from distembed.launch.jobs import preflight
+from distembed.launch.jobs.follow import Say, require_ended, submit_and_follow
+from distembed.launch.jobs.job import CONTAINERS, LOCAL_SCHEDULERS, Job
+from distembed.launch.resources import gpu_name
 from distembed.planning import describe_plan
 from distembed.planning.devices import DEVICES, Cluster, find_device
 from distembed.reports.doctor import Finding
 from distembed.training.config import Config, load_config, require_plugins, with_absolute_paths
-from distembed_launch.apps.request import parse_shape
-from distembed_launch.jobs import preflight
-from distembed_launch.jobs.follow import Say, require_ended, submit_and_follow
-from distembed_launch.jobs.job import CONTAINERS, LOCAL_SCHEDULERS, Job
-from distembed_launch.resources import gpu_name
 
 if TYPE_CHECKING:
     from distembed.reports.plan.assessment import Assessment

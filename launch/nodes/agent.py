@@ -2,7 +2,7 @@
 
 torch's own agent starts all ranks again when a rank has ended with any code but 0. This one does so for failures only:
 
-- *A mistake of the user's* (:data:`~distembed_launch.nodes.exit_codes.MISTAKES`) on any rank ends the ranks of all
+- *A mistake of the user's* (:data:`~distembed.launch.nodes.exit_codes.MISTAKES`) on any rank ends the ranks of all
   nodes. The node that noted it first prints it.
 - *An interruption* on any rank ends the ranks of all nodes too, for every rank has saved by then. An elastic job
   continues without the node that was told to end.
@@ -31,7 +31,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, parse_args
 
 from distembed.commands.error_file import TOLD_VARIABLE
-from distembed_launch.nodes.exit_codes import FAILED, INTERRUPTED, MISTAKES, ToldToEnd, ignore_signals, raise_when_told
+from distembed.launch.nodes.exit_codes import FAILED, INTERRUPTED, MISTAKES, ToldToEnd, ignore_signals, raise_when_told
 
 JUDGE_SECONDS = 5.0
 """How long after a failure the agent waits for ends of other ranks, which may have caused it."""

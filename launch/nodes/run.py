@@ -1,10 +1,10 @@
 """Runs the ranks of a node.
 
-    python -m distembed_launch.nodes.run --node N [...] -- OPTIONS OF torch.distributed.run
+    python -m distembed.launch.nodes.run --node N [...] -- OPTIONS OF torch.distributed.run
 
 ``python -m torch.distributed.run`` starts the ranks again after every exit code but 0, and ends with 1 in the end. Here
 a mistake of the user's and an interruption end the job on all nodes, and the exit code tells the scheduler; see
-:mod:`distembed_launch.nodes.exit_codes` and :mod:`distembed_launch.nodes.agent`. A node first waits until the first
+:mod:`distembed.launch.nodes.exit_codes` and :mod:`distembed.launch.nodes.agent`. A node first waits until the first
 node can be reached: on Kubernetes its name resolves only some time after the other pods have started, and torch gives
 up after a minute.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from distembed.base.process import PARENT_VARIABLE, end_with_parent
-from distembed_launch.nodes.exit_codes import (
+from distembed.launch.nodes.exit_codes import (
     AGAIN_VARIABLE,
     FAILED,
     INTERRUPTED,
@@ -175,7 +175,7 @@ def unreachable(host: str, port: int) -> str:
 def _run(launcher_arguments: list[str], grace_seconds: int) -> int:
     """Runs the ranks, which end with this process, and returns the exit code of this node."""
     os.environ[PARENT_VARIABLE] = str(os.getpid())
-    from distembed_launch.nodes.agent import run_ranks  # torch takes seconds to load
+    from distembed.launch.nodes.agent import run_ranks  # torch takes seconds to load
 
     return run_ranks(launcher_arguments, grace_seconds, _say)
 
@@ -191,13 +191,13 @@ def _start_again(options: argparse.Namespace) -> NoReturn:
     while options.node > 0 and not unreachable(options.host, options.port) and time.monotonic() < deadline:
         time.sleep(0.1)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # a child would inherit the port at which the nodes met
-    os.execv(sys.executable, [sys.executable, "-m", "distembed_launch.nodes.run", *sys.argv[1:]])
+    os.execv(sys.executable, [sys.executable, "-m", "distembed.launch.nodes.run", *sys.argv[1:]])
 
 
 def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Returns this module's own options, and the options of ``torch.distributed.run`` after the ``--``."""
     at = arguments.index("--")
-    parser = argparse.ArgumentParser(prog="python -m distembed_launch.nodes.run", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m distembed.launch.nodes.run", description=__doc__)
     parser.add_argument("--node", type=int, required=True, help="number of this node within the job")
     parser.add_argument("--host", default="localhost", help="the first node, as other nodes reach it")
     parser.add_argument("--port", type=int, default=0, help="port of the first node at which nodes meet")

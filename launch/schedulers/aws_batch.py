@@ -4,7 +4,7 @@
   than 10 attempts only when the job is submitted.
 - An interruption is no failure, and a mistake of the user's is not tried again. AWS Batch counts all attempts alike: so
   a job that saves its state gets the most attempts, the exit code of its first node decides whether there is another
-  (:mod:`distembed_launch.nodes.exit_codes`), and the nodes count failures.
+  (:mod:`distembed.launch.nodes.exit_codes`), and the nodes count failures.
 """
 
 from typing import Any
@@ -13,8 +13,8 @@ from torchx.schedulers import aws_batch_scheduler
 from torchx.specs import AppDef, AppDryRunInfo
 
 from distembed.base.errors import UserError
-from distembed_launch.apps.roles import GRACE_SECONDS
-from distembed_launch.nodes.exit_codes import MISTAKES, RETRIES_USED, RETRIES_VARIABLE
+from distembed.launch.apps.roles import GRACE_SECONDS
+from distembed.launch.nodes.exit_codes import MISTAKES, RETRIES_USED, RETRIES_VARIABLE
 
 MAX_ATTEMPTS = 10
 """AWS Batch's own limit, the first start included."""

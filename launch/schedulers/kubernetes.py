@@ -13,7 +13,7 @@ pods are killed 30 seconds after SIGTERM      after the seconds that the role as
 ============================================  ======================================================================
 
 Volcano counts every start of a job alike, and stops at a number that is given in advance. So it is given a large
-number, acts by the exit codes of the nodes (:mod:`distembed_launch.nodes.exit_codes`), and the nodes count failures
+number, acts by the exit codes of the nodes (:mod:`distembed.launch.nodes.exit_codes`), and the nodes count failures
 themselves. Only nodes of a role that has a state to save use these codes.
 """
 
@@ -24,8 +24,8 @@ from torchx.schedulers import kubernetes_scheduler
 from torchx.schedulers.api import DescribeAppResponse
 from torchx.specs import AppDef, AppDryRunInfo, AppState, Role
 
-from distembed_launch.apps.roles import GRACE_SECONDS
-from distembed_launch.nodes.exit_codes import INTERRUPTED, MISTAKES, RETRIES_USED, RETRIES_VARIABLE
+from distembed.launch.apps.roles import GRACE_SECONDS
+from distembed.launch.nodes.exit_codes import INTERRUPTED, MISTAKES, RETRIES_USED, RETRIES_VARIABLE
 
 _MOST_STARTS = 100
 """How often Volcano starts a job again whose nodes count failures themselves."""
@@ -124,7 +124,7 @@ def _is_needed(role: Role, replica: int) -> bool:
 
 
 def _is_resumable(role: Role) -> bool:
-    """Returns whether the role's nodes end with the exit codes of :mod:`distembed_launch.nodes.exit_codes`."""
+    """Returns whether the role's nodes end with the exit codes of :mod:`distembed.launch.nodes.exit_codes`."""
     return GRACE_SECONDS in role.metadata
 
 

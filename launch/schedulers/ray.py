@@ -2,7 +2,7 @@
 
 - Importing it ends in a NameError where Ray is missing.
 - Neither Ray nor TorchX starts a job again: so the nodes of a job that saves its state start again themselves, after an
-  interruption, and after a failure as often as ``max_retries`` allows (:mod:`distembed_launch.nodes.run`).
+  interruption, and after a failure as often as ``max_retries`` allows (:mod:`distembed.launch.nodes.run`).
 - ``status`` fails for a job that does not exist.
 """
 
@@ -11,8 +11,8 @@ from typing import Any
 
 from torchx.specs import AppDef, AppDryRunInfo
 
-from distembed_launch.apps.roles import GRACE_SECONDS
-from distembed_launch.nodes.exit_codes import AGAIN_VARIABLE, RETRIES_VARIABLE
+from distembed.launch.apps.roles import GRACE_SECONDS
+from distembed.launch.nodes.exit_codes import AGAIN_VARIABLE, RETRIES_VARIABLE
 
 
 def create_scheduler(session_name: str, **options: Any) -> Any:

@@ -92,7 +92,7 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='"'"'[rank ${rank}]:'"'"'
 host="${TORCHX_RANK0_HOST:-localhost}"
 if test "'"$SLURM_PROCID"'" = 0; then is_host=1; else is_host=0; fi
-exec python -m distembed_launch.nodes.run \
+exec python -m distembed.launch.nodes.run \
     --node "'"$SLURM_PROCID"'" --starts "$logs/../starts" --grace 120 --host "$host" --port 29500 --seconds 600 -- \
     --nnodes 2 --nproc-per-node 8 \
     --rdzv-backend c10d --rdzv-endpoint "$host":29500 --rdzv-id "'"$SLURM_JOB_ID"'" \

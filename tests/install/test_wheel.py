@@ -19,7 +19,7 @@ from distembed.base.version import __version__
 from distembed.reports.doctor.trio import FBGEMM_DISTRIBUTIONS, TORCHX, TRIOS
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = {"distembed": "distembed", "distembed/configs": "configs", "distembed_launch": "launch"}
+FOLDERS = {"distembed": "distembed", "distembed/configs": "configs", "distembed/launch": "launch"}
 """Folder of the wheel -> its folder in the repository."""
 
 
@@ -51,7 +51,7 @@ def installed(wheel: Path) -> Path:
     return wheel.parent / "site-packages"
 
 
-def test_the_wheel_has_the_modules_and_data_of_its_two_packages_and_nothing_else(installed: Path) -> None:
+def test_the_wheel_has_the_modules_and_data_of_its_package_and_nothing_else(installed: Path) -> None:
     expected = {
         Path(installed_folder) / file.relative_to(ROOT / folder)
         for installed_folder, folder in FOLDERS.items()

@@ -22,13 +22,13 @@ from torchx.specs import file_linter, finder
 from torchx.specs.builders import materialize_appdef
 
 from distembed.base.errors import UserError
+from distembed.launch import components, resources
+from distembed.launch.apps.request import NodeRequest, Shape, parse_shape
+from distembed.launch.apps.roles import find_resource, job_name
+from distembed.launch.components import bench, evaluate, prepare, train
+from distembed.launch.nodes import run as node_run
+from distembed.launch.nodes.run import await_host as wait
 from distembed.planning.devices import DEVICES
-from distembed_launch import components, resources
-from distembed_launch.apps.request import NodeRequest, Shape, parse_shape
-from distembed_launch.apps.roles import find_resource, job_name
-from distembed_launch.components import bench, evaluate, prepare, train
-from distembed_launch.nodes import run as node_run
-from distembed_launch.nodes.run import await_host as wait
 from tests.ranks import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -57,12 +57,12 @@ def test_torchx_keeps_what_it_has_itself() -> None:
 
 def test_the_schedulers_that_are_mended_are_ours() -> None:
     ours = {"local_cwd", "slurm", "kubernetes", "aws_batch", "ray"}
-    groups = {point.name: point.value.partition(".")[0] for point in entry_points(group="torchx.schedulers")}
-    assert {name for name, package in groups.items() if package == "distembed_launch"} == ours
+    groups = {point.name: point.value for point in entry_points(group="torchx.schedulers")}
+    assert {name for name, place in groups.items() if place.startswith("distembed.launch.")} == ours
     factories = schedulers.get_scheduler_factories()
     for name in ours - {"ray"}:
         module = name.removesuffix("_cwd")
-        assert type(factories[name]("test")).__module__.startswith(f"distembed_launch.schedulers.{module}")
+        assert type(factories[name]("test")).__module__.startswith(f"distembed.launch.schedulers.{module}")
 
 
 def test_named_resources_are_those_that_are_registered() -> None:
@@ -71,7 +71,7 @@ def test_named_resources_are_those_that_are_registered() -> None:
     own = {name for name in vars(resources) if name.partition("_")[0] in ("cpu", "gpu", "aws", "gcp", "azure")}
     assert {value.partition(":")[2] for value in registered.values()} == own - {"gpu_name"}
     for name, place in registered.items():
-        assert re.sub(r"[.-]", "_", name).lower() == place.removeprefix("distembed_launch.resources:").lower()
+        assert re.sub(r"[.-]", "_", name).lower() == place.removeprefix("distembed.launch.resources:").lower()
         node = pkgutil.resolve_name(place)()
         assert specs.named_resources[name] == node
         gpu = resources.gpu_name(node)
@@ -83,10 +83,10 @@ def test_named_resources_are_those_that_are_registered() -> None:
 
 def test_torch_is_not_loaded_to_launch() -> None:
     program = (
-        "import importlib, pkgutil, sys, distembed_launch as launch\n"
-        "names = {module.name for module in pkgutil.walk_packages(launch.__path__, 'distembed_launch.')}\n"
+        "import importlib, pkgutil, sys, distembed.launch as launch\n"
+        "names = {module.name for module in pkgutil.walk_packages(launch.__path__, 'distembed.launch.')}\n"
         # the first plans, and the second runs on the nodes
-        "names -= {'distembed_launch.jobs.start', 'distembed_launch.nodes.agent'}\n"
+        "names -= {'distembed.launch.jobs.start', 'distembed.launch.nodes.agent'}\n"
         "for name in names: importlib.import_module(name)\n"
         "print('torch' in sys.modules)"
     )
@@ -262,7 +262,7 @@ def test_nodes_meet_at_the_first_and_write_to_folders_of_their_own(tmp_path: Pat
     ):
         assert option in options
     ((other, _),) = run_node(application, tmp_path, 1, "first.host")
-    own = "distembed_launch.nodes.run --node 1 --starts {}/../starts --grace 120"
+    own = "distembed.launch.nodes.run --node 1 --starts {}/../starts --grace 120"
     own += " --host first.host --port 4321 --seconds 7 --elastic -- "
     assert own.format(logs[1]) in " ".join(other)
     of_this_node = {str(logs[0]): str(logs[1]), f"{logs[0]}/../starts": f"{logs[1]}/../starts"}

@@ -18,9 +18,9 @@ from torchx.specs import AppState, AppStatus
 
 from distembed.base.errors import FolderInUse, RunError, UserError
 from distembed.commands.error_file import TOLD_VARIABLE, record_error, user_exit_code
-from distembed_launch.commands import status_command
-from distembed_launch.jobs import follow
-from distembed_launch.jobs.follow import (
+from distembed.launch.commands import status_command
+from distembed.launch.jobs import follow
+from distembed.launch.jobs.follow import (
     cancel_job,
     first_failure,
     job_log_lines,
@@ -29,8 +29,8 @@ from distembed_launch.jobs.follow import (
     require_ended,
     run_progress,
 )
-from distembed_launch.jobs.job import Job, Submission
-from distembed_launch.jobs.start import launch_job
+from distembed.launch.jobs.job import Job, Submission
+from distembed.launch.jobs.start import launch_job
 from tests.processes import run_processes
 
 ACTIVE = AppStatus(state=AppState.RUNNING, msg="on 2 nodes")
@@ -186,7 +186,7 @@ def test_the_status_command_says_what_is_known(
 ) -> None:
     runner: Any = FakeRunner([answer], {})
     monkeypatch.setattr("torchx.runner.get_runner", lambda: nullcontext(runner))
-    monkeypatch.setattr("distembed_launch.jobs.job.load_job", lambda _: job(2, scheduler))
+    monkeypatch.setattr("distembed.launch.jobs.job.load_job", lambda _: job(2, scheduler))
     with pytest.raises(RunError, match="slurm knows nothing of 1") if text == "unknown" else nullcontext():
         status_command("run")
     assert f"run: {text} ({scheduler} 1, submission 1)" in capsys.readouterr().out

@@ -18,10 +18,10 @@ from torchx.specs import AppState, AppStatus
 
 from distembed.base.errors import RunError, UserError
 from distembed.base.version import __version__
-from distembed_launch.apps.request import ElasticRequest
-from distembed_launch.jobs import job as jobs
-from distembed_launch.jobs.job import Job, default_request, load_job, settled
-from distembed_launch.schedulers.slurm.submission import OutcomeUnknown
+from distembed.launch.apps.request import ElasticRequest
+from distembed.launch.jobs import job as jobs
+from distembed.launch.jobs.job import Job, default_request, load_job, settled
+from distembed.launch.schedulers.slurm.submission import OutcomeUnknown
 
 ROOT = Path(__file__).parents[2]
 NUMBERS = ElasticRequest(cpu=8, memMB=1000)

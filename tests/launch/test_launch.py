@@ -15,7 +15,7 @@ import yaml
 from torchx.runner import get_runner
 from torchx.specs import AppState
 
-from distembed_launch.jobs.job import load_job
+from distembed.launch.jobs.job import load_job
 from tests.in_process import in_this_process
 from tests.launch.conftest import MiniSlurm, processes, wait_until
 from tests.small_runs import ROWS, config_values
@@ -38,7 +38,7 @@ def here(slurm: MiniSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.chdir(tmp_path)
     for name, value in (("OMP_NUM_THREADS", "1"), ("GLOO_SOCKET_IFNAME", "lo")):
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("distembed_launch.schedulers.slurm.states.ASK_SECONDS", 0.3)
+    monkeypatch.setattr("distembed.launch.schedulers.slurm.states.ASK_SECONDS", 0.3)
     yield slurm
 
 
@@ -69,7 +69,7 @@ def steps(run: str) -> int:
 def workers(run: str) -> list[int]:
     """Ranks that train into a run folder."""
     found = processes(Path(run).absolute()).items()
-    return [pid for pid, words in found if "distembed_launch.nodes.run" not in words and "bash" not in words[0]]
+    return [pid for pid, words in found if "distembed.launch.nodes.run" not in words and "bash" not in words[0]]
 
 
 def status(run: str) -> str:
@@ -95,7 +95,7 @@ def test_refusals_and_dry_runs_submit_nothing(here: MiniSlurm, config: Path) -> 
     for arguments, said in ((["-j", "0x1"], "start at 1"), (["-o", "colour=red"], "no option 'colour'")):
         assert said in launch(config, "run", *arguments, code=2)
     output = launch(config, "run", "-j", "2x1", "--dry-run")
-    assert "#SBATCH --nodes=2" in output and "distembed_launch.nodes.run" in output and "plan: 4 " in output
+    assert "#SBATCH --nodes=2" in output and "distembed.launch.nodes.run" in output and "plan: 4 " in output
     assert not Path("run").exists()
     assert subprocess.run(queued, capture_output=True, text=True).stdout == before
 

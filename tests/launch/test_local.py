@@ -60,7 +60,7 @@ def test_no_process_outlives_a_launch_that_is_killed(launched: subprocess.Popen[
 def test_a_job_whose_ranks_are_told_to_end_was_interrupted(launched: subprocess.Popen[str], tmp_path: Path) -> None:
     run = tmp_path / "run"
     wait_for_steps(run)
-    rank = next(pid for pid, words in processes(run).items() if "distembed_launch.nodes.run" not in words)
+    rank = next(pid for pid, words in processes(run).items() if "distembed.launch.nodes.run" not in words)
     os.kill(rank, signal.SIGTERM)
     printed, _ = launched.communicate(timeout=120)
     assert launched.returncode == 75, printed

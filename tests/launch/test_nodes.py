@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.multiprocessing import ProcessExitedException
 
 from distembed.base.process import PARENT_VARIABLE
-from distembed_launch.nodes.run import Starts
+from distembed.launch.nodes.run import Starts
 from tests.launch.conftest import wait_until
 from tests.processes import run_processes, start_processes
 from tests.ranks import free_port
@@ -114,12 +114,12 @@ class Node:
 
 
 def run_node(_: int, arguments: list[str], folder: Path, output: Path, environment: dict[str, str]) -> None:
-    """Does what ``python -m distembed_launch.nodes.run`` does, in a process that has loaded torch."""
+    """Does what ``python -m distembed.launch.nodes.run`` does, in a process that has loaded torch."""
     os.chdir(folder)
     os.environ.update(environment)
     for descriptor in (1, 2):
         os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND), descriptor)
-    from distembed_launch.nodes import run
+    from distembed.launch.nodes import run
 
     sys.argv[1:] = arguments
     code = run.main()
@@ -234,7 +234,7 @@ def run_slow_agent(_: int, folder: Path) -> None:
     os.chdir(folder)
     from torch.distributed.run import config_from_args, parse_args
 
-    from distembed_launch.nodes.agent import NodeAgent
+    from distembed.launch.nodes.agent import NodeAgent
 
     class Slow(NodeAgent):
         def _judge(self, failed: Sequence[int], is_early: bool) -> int | None:

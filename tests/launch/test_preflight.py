@@ -14,13 +14,9 @@ from torchx import specs
 
 from distembed.base.errors import UserError
 from distembed.data.dataset.manifest import Manifest
-from distembed.planning.devices import Cluster, find_device
-from distembed.reports.plan import assessment
-from distembed.reports.plan.assessment import assess_capacity
-from distembed.training.config import Config, validate
-from distembed_launch.apps.request import ElasticRequest, parse_shape
-from distembed_launch.jobs.job import Job, default_request
-from distembed_launch.jobs.preflight import (
+from distembed.launch.apps.request import ElasticRequest, parse_shape
+from distembed.launch.jobs.job import Job, default_request
+from distembed.launch.jobs.preflight import (
     check_acceptance,
     check_capacity,
     check_checkpoints,
@@ -29,8 +25,12 @@ from distembed_launch.jobs.preflight import (
     check_partition,
     check_writable,
 )
-from distembed_launch.jobs.start import start
-from distembed_launch.schedulers.slurm.script import SlurmJob
+from distembed.launch.jobs.start import start
+from distembed.launch.schedulers.slurm.script import SlurmJob
+from distembed.planning.devices import Cluster, find_device
+from distembed.reports.plan import assessment
+from distembed.reports.plan.assessment import assess_capacity
+from distembed.training.config import Config, validate
 from tests.small_runs import write_dataset
 
 NODES = """\
@@ -225,13 +225,13 @@ def dry(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Dry:
 def test_the_gpu_of_a_named_resource_is_planned_for(dry: Dry) -> None:
     output = dry("local_cwd", component={"h": "gpu_8_h100"})
     assert "ok     plan: fits 1 x 4 h100-80gb" in output and "of 79.65 GiB a rank" in output
-    assert "distembed_launch.nodes.run" in output and "plan: 4 table_wise" in output
+    assert "distembed.launch.nodes.run" in output and "plan: 4 table_wise" in output
 
 
 def test_nodes_with_gpus_need_the_builds_for_them(dry: Dry, monkeypatch: pytest.MonkeyPatch) -> None:
     for fbgemm, code in (("fbgemm-gpu-cpu", 3), ("fbgemm-gpu", 0)):
         installed = {"torch": "2.13.0", "torchrec": "1.8.0", fbgemm: "1.8.0"}
-        monkeypatch.setattr("distembed_launch.jobs.preflight.installed_versions", installed.copy)
+        monkeypatch.setattr("distembed.launch.jobs.preflight.installed_versions", installed.copy)
         output = dry("local_cwd", code, component={"h": "gpu_8_h100", "python": sys.executable})
         assert ("wrong  build: the nodes have GPUs" in output) == (code == 3)
         assert "ok     torch" in output
@@ -244,7 +244,7 @@ def test_the_tested_trio_that_is_installed_is_named_and_judged_by(
     fbgemm: str, dry: Dry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed = {"torch": "2.11.0+cu130", "torchrec": "1.6.1", "fbgemm-gpu-cpu": fbgemm}
-    monkeypatch.setattr("distembed_launch.jobs.preflight.installed_versions", installed.copy)
+    monkeypatch.setattr("distembed.launch.jobs.preflight.installed_versions", installed.copy)
     output = dry("local_cwd", 0 if fbgemm == "1.6.0" else 3)
     assert "ok     trio: 2.11: torch 2.11.0, torchrec 1.6.1, FBGEMM 1.6.0" in output
     assert ("wrong  fbgemm-gpu-cpu: 1.8.0 is installed, 1.6.0 is tested" in output) == (fbgemm == "1.8.0")
@@ -325,7 +325,7 @@ def test_containers_must_see_the_run_folder_and_the_data_under_the_same_paths(
 def test_a_dry_run_of_what_does_not_fit_prints_the_request_as_well(dry: Dry) -> None:
     output = dry("local_cwd", 3, component={"cpu": 4, "memMB": 4})
     assert "wrong  plan: the model does not fit" in output and "plan: none" in output
-    assert "distembed_launch.nodes.run" in output and output.endswith("nothing was submitted")
+    assert "distembed.launch.nodes.run" in output and output.endswith("nothing was submitted")
 
 
 @pytest.mark.thorough
@@ -343,7 +343,7 @@ def test_paths_are_those_of_the_folder_that_it_was_launched_from(
     def stop(*_: Any, **__: Any) -> None:
         raise Stop
 
-    monkeypatch.setattr("distembed_launch.jobs.start.submit_and_follow", stop)
+    monkeypatch.setattr("distembed.launch.jobs.start.submit_and_follow", stop)
     run = str(tmp_path / "run")
     with pytest.raises(Stop):
         job = Job(run, "local_cwd", "1x2", component=default_request("local_cwd", run, "1x2"))

@@ -21,9 +21,9 @@ from torchx.runner import get_runner
 from torchx.specs import AppState
 
 from distembed.base.errors import UserError
-from distembed_launch.components import bench, evaluate, prepare, train
-from distembed_launch.jobs.asking import require_package
-from distembed_launch.schedulers.slurm.scheduler import SlurmScheduler
+from distembed.launch.components import bench, evaluate, prepare, train
+from distembed.launch.jobs.asking import require_package
+from distembed.launch.schedulers.slurm.scheduler import SlurmScheduler
 from tests.launch import volcano
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -324,7 +324,7 @@ def test_on_ray_nodes_start_again_themselves(tmp_path: Path) -> None:
 
 
 def test_ray_that_is_missing_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distembed_launch.schedulers.ray.find_spec", lambda _: None)
+    monkeypatch.setattr("distembed.launch.schedulers.ray.find_spec", lambda _: None)
     with get_runner() as runner, pytest.raises(ModuleNotFoundError, match="pip install"):
         runner.scheduler_run_opts("ray")
 
@@ -338,7 +338,7 @@ def test_only_what_the_chosen_scheduler_needs_is_asked_for(
     def nothing(name: str) -> None:
         """No package is installed."""
 
-    monkeypatch.setattr("distembed_launch.jobs.asking.find_spec", nothing)
+    monkeypatch.setattr("distembed.launch.jobs.asking.find_spec", nothing)
     message = f"--scheduler {scheduler} needs the package {package}, which is not installed: run "
     message += f"{sys.executable} -m pip install 'distembed[{scheduler}]'."
     with pytest.raises(UserError, match=re.escape(message)):

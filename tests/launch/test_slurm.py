@@ -11,9 +11,9 @@ from torchx.schedulers.api import DescribeAppResponse
 from torchx.specs import AppDef, AppState, Resource, Role, is_terminal, macros
 
 from distembed.base.errors import RunError, UserError
-from distembed_launch.apps.roles import GRACE_SECONDS
-from distembed_launch.schedulers.slurm.scheduler import SlurmScheduler, create_scheduler
-from distembed_launch.schedulers.slurm.states import FollowedJobs
+from distembed.launch.apps.roles import GRACE_SECONDS
+from distembed.launch.schedulers.slurm.scheduler import SlurmScheduler, create_scheduler
+from distembed.launch.schedulers.slurm.states import FollowedJobs
 from tests.launch.conftest import MiniSlurm, wait_until
 
 pytestmark = pytest.mark.timeout(300)
@@ -26,7 +26,7 @@ NOTED = "date '+%s %N' >>starts; n=$(wc -l <starts); "
 def scheduler(slurm: MiniSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmScheduler]:
     """In a folder of its own, which jobs run in; what it says of them is of now."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("distembed_launch.schedulers.slurm.states.ASK_SECONDS", 0.0)
+    monkeypatch.setattr("distembed.launch.schedulers.slurm.states.ASK_SECONDS", 0.0)
     yield create_scheduler("session")
 
 
@@ -199,12 +199,12 @@ def test_without_the_controller(scheduler: SlurmScheduler, tmp_path: Path, monke
     names = ["sacct", "-Xnj", job_id, "-o", "JobName%60"]
     while "/train" not in subprocess.run(names, capture_output=True, text=True).stdout:
         time.sleep(0.2)
-    monkeypatch.setattr("distembed_launch.schedulers.slurm.queries.PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr("distembed.launch.schedulers.slurm.queries.PATIENCE_SECONDS", 0.0)
     for command in ("scontrol", "squeue"):
         shadow(tmp_path / "bin", command, monkeypatch)
     assert described(scheduler, job_id).state == AppState.SUCCEEDED, "the controller has said so"
     # to another process only accounting speaks, and of a job that was requeued it would say the same
-    monkeypatch.setattr("distembed_launch.schedulers.slurm.scheduler.followed_jobs", FollowedJobs())
+    monkeypatch.setattr("distembed.launch.schedulers.slurm.scheduler.followed_jobs", FollowedJobs())
     response = described(scheduler, job_id)
     assert response.state == AppState.UNKNOWN and response.msg.startswith("COMPLETED (says accounting")
     assert [(role.name, role.num_replicas) for role in response.roles] == [("train", 2)]

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torchx.specs import AppDef, Resource, Role
 
 from distembed.base.errors import UserError
-from distembed_launch.apps.roles import GRACE_SECONDS
-from distembed_launch.schedulers.slurm.scheduler import create_scheduler
-from distembed_launch.schedulers.slurm.script import SlurmJob, time_limit_seconds
+from distembed.launch.apps.roles import GRACE_SECONDS
+from distembed.launch.schedulers.slurm.scheduler import create_scheduler
+from distembed.launch.schedulers.slurm.script import SlurmJob, time_limit_seconds
 
 # Runs the step as one node would; the command is srun's last argument.
 SRUN = 'printf "%s\\n" "$@" >"$FAKE/asked"; exec env SLURM_PROCID="${FAKE_PROCID:-0}" bash -c "${@: -1}"'

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torchx.specs import AppState, is_terminal
 
 from distembed.base.errors import RunError, UserError
-from distembed_launch.schedulers.slurm.queries import list_jobs, query_job
-from distembed_launch.schedulers.slurm.scheduler import create_scheduler
-from distembed_launch.schedulers.slurm.script import CANCEL_SECONDS
-from distembed_launch.schedulers.slurm.states import STATES, FollowedJobs, app_state, log_lines
-from distembed_launch.schedulers.slurm.submission import cancel, expected_start, submit
+from distembed.launch.schedulers.slurm.queries import list_jobs, query_job
+from distembed.launch.schedulers.slurm.scheduler import create_scheduler
+from distembed.launch.schedulers.slurm.script import CANCEL_SECONDS
+from distembed.launch.schedulers.slurm.states import STATES, FollowedJobs, app_state, log_lines
+from distembed.launch.schedulers.slurm.submission import cancel, expected_start, submit
 
 
 @settings(max_examples=25)
@@ -74,10 +74,10 @@ def controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).write_text(f"#!/bin/bash\ncd {tmp_path}\n{HEARD}{text}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr("distembed_launch.schedulers.slurm.queries.RETRY_SECONDS", 0.01)
-    monkeypatch.setattr("distembed_launch.schedulers.slurm.queries.PATIENCE_SECONDS", 0.0)
-    monkeypatch.setattr("distembed_launch.schedulers.slurm.states.ASK_SECONDS", 0.0)
-    monkeypatch.setattr("distembed_launch.schedulers.slurm.scheduler.followed_jobs", FollowedJobs())
+    monkeypatch.setattr("distembed.launch.schedulers.slurm.queries.RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("distembed.launch.schedulers.slurm.queries.PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr("distembed.launch.schedulers.slurm.states.ASK_SECONDS", 0.0)
+    monkeypatch.setattr("distembed.launch.schedulers.slurm.scheduler.followed_jobs", FollowedJobs())
     return tmp_path
 
 
@@ -98,13 +98,13 @@ def accounts(folder: Path, state: str) -> None:
 def test_one_question_a_while_does_for_all_nodes_that_are_followed(
     controller: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distembed_launch.schedulers.slurm.states.ASK_SECONDS", 600.0)
+    monkeypatch.setattr("distembed.launch.schedulers.slurm.states.ASK_SECONDS", 600.0)
     says(controller, "RUNNING")
     jobs = FollowedJobs()
     with ThreadPoolExecutor(64) as threads:
         assert not any(threads.map(lambda _: jobs.has_ended("7"), range(500)))
     assert asked(controller, "job") == 1
-    monkeypatch.setattr("distembed_launch.schedulers.slurm.states.ASK_SECONDS", 0.0)
+    monkeypatch.setattr("distembed.launch.schedulers.slurm.states.ASK_SECONDS", 0.0)
     says(controller, "COMPLETED")
     assert jobs.has_ended("7")
 
@@ -126,7 +126,7 @@ def test_a_job_is_followed_while_the_controller_does_not_answer(
     assert not jobs.has_ended("7")
     (controller / "controller").unlink()
     assert not jobs.has_ended("7")
-    monkeypatch.setattr("distembed_launch.schedulers.slurm.states.FOLLOW_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr("distembed.launch.schedulers.slurm.states.FOLLOW_PATIENCE_SECONDS", 0.0)
     if accounted:
         assert jobs.has_ended("7") == (accounted != "RUNNING")
     else:
@@ -135,7 +135,7 @@ def test_a_job_is_followed_while_the_controller_does_not_answer(
 
 
 def test_a_controller_that_answers_late_is_waited_for(controller: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distembed_launch.schedulers.slurm.queries.PATIENCE_SECONDS", 60.0)
+    monkeypatch.setattr("distembed.launch.schedulers.slurm.queries.PATIENCE_SECONDS", 60.0)
     accounts(controller, "NODE_FAIL")
     (controller / "away-job").write_text("1")
     says(controller, "PENDING")
@@ -145,7 +145,7 @@ def test_a_controller_that_answers_late_is_waited_for(controller: Path, monkeypa
     (controller / "controller").unlink()
     record = query_job("7", patience_seconds=0)
     assert record is not None and record.state == "NODE_FAIL" and not record.is_certain
-    monkeypatch.setattr("distembed_launch.schedulers.slurm.queries.PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr("distembed.launch.schedulers.slurm.queries.PATIENCE_SECONDS", 0.0)
     assert not FollowedJobs().has_ended("7")
 
 
@@ -164,7 +164,7 @@ def test_an_end_that_only_accounting_knows_of_is_none(controller: Path, state: s
 def test_an_end_that_the_controller_has_told_stays_one(
     controller: Path, accounted: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distembed_launch.schedulers.slurm.states.FOLLOW_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr("distembed.launch.schedulers.slurm.states.FOLLOW_PATIENCE_SECONDS", 0.0)
     jobs = FollowedJobs()
     says(controller, "COMPLETED")
     assert jobs.has_ended("7")
@@ -181,7 +181,7 @@ def test_an_end_that_the_controller_has_told_stays_one(
 def test_a_controller_that_is_silent_keeps_all_who_ask_waiting_once(
     controller: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distembed_launch.schedulers.slurm.states.ASK_SECONDS", 600.0)
+    monkeypatch.setattr("distembed.launch.schedulers.slurm.states.ASK_SECONDS", 600.0)
     jobs = FollowedJobs()
 
     def error(_: int) -> str:
@@ -193,13 +193,13 @@ def test_a_controller_that_is_silent_keeps_all_who_ask_waiting_once(
         errors = set(threads.map(error, range(64)))
     assert len(errors) == 1 and "Socket timed out" in errors.pop()
     assert asked(controller, "job") == 1
-    monkeypatch.setattr("distembed_launch.schedulers.slurm.states.ASK_SECONDS", 0.0)
+    monkeypatch.setattr("distembed.launch.schedulers.slurm.states.ASK_SECONDS", 0.0)
     says(controller, "RUNNING")
     assert not jobs.has_ended("7")
 
 
 def test_all_who_follow_a_job_describe_it_with_one_question(controller: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distembed_launch.schedulers.slurm.states.ASK_SECONDS", 600.0)
+    monkeypatch.setattr("distembed.launch.schedulers.slurm.states.ASK_SECONDS", 600.0)
     says(controller, "RUNNING")
     with ThreadPoolExecutor(64) as threads:
         described = list(threads.map(lambda _: create_scheduler("session").describe("7"), range(64)))
@@ -237,7 +237,7 @@ def test_a_busy_controller_ends_no_job_without_saving(
     assert set(cancelled(controller)) <= {TOLD} and not (controller / "slurm-7.cancelled").exists()
     # it answers after a while
     (controller / f"away-{what}").write_text(str(asked(controller, what) + 2))
-    monkeypatch.setattr("distembed_launch.schedulers.slurm.queries.PATIENCE_SECONDS", 60.0)
+    monkeypatch.setattr("distembed.launch.schedulers.slurm.queries.PATIENCE_SECONDS", 60.0)
     assert cancel("7") == 40 + CANCEL_SECONDS
     assert set(cancelled(controller)) == {TOLD} and (controller / "slurm-7.cancelled").exists()
     assert what == "scancel" or cancelled(controller) == [TOLD], "it is told once"
@@ -297,7 +297,7 @@ def test_a_job_that_slurm_may_have_taken_is_no_refusal(
 @pytest.fixture
 def hurried_log(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("ASK_SECONDS", "LOOK_SECONDS", "LATE_SECONDS"):
-        monkeypatch.setattr(f"distembed_launch.schedulers.slurm.states.{name}", 0.05)
+        monkeypatch.setattr(f"distembed.launch.schedulers.slurm.states.{name}", 0.05)
 
 
 @pytest.mark.usefixtures("hurried_log")

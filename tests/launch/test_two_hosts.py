@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from torchx.specs import macros
 
-from distembed_launch.components import train
+from distembed.launch.components import train
 from tests.small_runs import distembed
 
 SCRIPT = Path(__file__).parents[2] / "tools" / "two_hosts.sh"

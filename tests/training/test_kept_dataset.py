@@ -12,9 +12,9 @@ from distembed.base.errors import UserError
 from distembed.data.dataset import kept
 from distembed.data.dataset.kept import keep_dataset, kept_dataset
 from distembed.data.dataset.manifest import Manifest, id_fingerprint
+from distembed.launch.jobs.preflight import check_dataset
 from distembed.training.config import load_config
 from distembed.training.trained_run import find_trained_run
-from distembed_launch.jobs.preflight import check_dataset
 from tests.criteo_runs import criteo_run
 from tests.data.test_damage import flip_a_bit
 from tests.small_runs import call, distembed, losses, metrics

@@ -40,17 +40,17 @@ from torchx.specs import (
 )
 
 from distembed.base.errors import RunError, UserError
-from distembed_launch.apps.roles import GRACE_SECONDS
-from distembed_launch.schedulers.slurm import queries, submission
-from distembed_launch.schedulers.slurm.queries import JobRecord
-from distembed_launch.schedulers.slurm.script import (
+from distembed.launch.apps.roles import GRACE_SECONDS
+from distembed.launch.schedulers.slurm import queries, submission
+from distembed.launch.schedulers.slurm.queries import JobRecord
+from distembed.launch.schedulers.slurm.script import (
     RANK0_VARIABLE,
     SlurmJob,
     further_options,
     log_pattern,
     time_limit_seconds,
 )
-from distembed_launch.schedulers.slurm.states import app_state, followed_jobs, log_lines
+from distembed.launch.schedulers.slurm.states import app_state, followed_jobs, log_lines
 
 SBATCH_OPTIONS = {
     "partition": "partition to run in; the cluster's default where it is not given",

@@ -20,7 +20,7 @@ A warning is SIGUSR1 some seconds before the time limit, or SIGTERM when another
 for `grace_seconds` after SIGUSR1 is killed, which counts as a failure: a job that saves too slowly would start over for
 ever. Preemption never counts.
 
-A job is cancelled with SIGUSR2 to its batch script; see :func:`distembed_launch.schedulers.slurm.submission.cancel`.
+A job is cancelled with SIGUSR2 to its batch script; see :func:`distembed.launch.schedulers.slurm.submission.cancel`.
 """
 
 import re
@@ -31,7 +31,7 @@ from pathlib import Path
 from string import Template
 
 from distembed.base.errors import UserError
-from distembed_launch.nodes.exit_codes import INTERRUPTED, MISTAKES
+from distembed.launch.nodes.exit_codes import INTERRUPTED, MISTAKES
 
 JOB_ID = "${app_id}"
 """The number of the job, as a macro of TorchX."""

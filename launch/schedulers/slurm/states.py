@@ -12,8 +12,8 @@ from torchx.schedulers import slurm_scheduler
 from torchx.specs import AppState, is_terminal
 
 from distembed.base.errors import RunError
-from distembed_launch.schedulers.slurm import queries
-from distembed_launch.schedulers.slurm.queries import JobRecord, query_job
+from distembed.launch.schedulers.slurm import queries
+from distembed.launch.schedulers.slurm.queries import JobRecord, query_job
 
 ASK_SECONDS = 3.0
 """Seconds between two questions whether the job has ended."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from distembed.base.errors import RunError, UserError
-from distembed_launch.schedulers.slurm.queries import (
+from distembed.launch.schedulers.slurm.queries import (
     Completed,
     JobRecord,
     ask_controller,
@@ -16,7 +16,7 @@ from distembed_launch.schedulers.slurm.queries import (
     run_command,
     without_prefixes,
 )
-from distembed_launch.schedulers.slurm.script import CANCEL_SECONDS
+from distembed.launch.schedulers.slurm.script import CANCEL_SECONDS
 
 _RUNNING = ("RUNNING", "SIGNALING", "RESIZING")
 """States in which a batch script receives a signal; the last two pass within moments."""
@@ -50,7 +50,7 @@ def expected_start(command: Sequence[str], script: str) -> str:
 def cancel(job_id: str) -> int:
     """Cancels a job, unless it has ended; returns the seconds within which it ends, 0 for at once.
 
-    A running job of :mod:`~distembed_launch.schedulers.slurm.script` that needs time to save its state is only sent a
+    A running job of :mod:`~distembed.launch.schedulers.slurm.script` that needs time to save its state is only sent a
     signal: by ``scancel`` Slurm would kill it after the cluster's KillWait, usually 30 seconds. Its batch script
     cancels it when it has saved, or :data:`CANCEL_SECONDS` after its grace period. A second call ends it at once.
     """
