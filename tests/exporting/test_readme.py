@@ -37,8 +37,3 @@ def test_the_examples_run_as_they_stand_there(tmp_path: Path, monkeypatch: pytes
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
     score, difference = re.fullmatch(r"tensor\(\[([\d.]+)\].*\)\n([\d.e-]+)\n", done.stdout, re.DOTALL).groups()
     assert 0 < float(score) < 1 and float(difference) <= 1e-6
-
-
-def test_the_files_and_pages_that_are_named_are_there() -> None:
-    for target in re.findall(r"\]\(([\w./]+)\)", README.read_text()):
-        assert (README.parent / target).exists(), target

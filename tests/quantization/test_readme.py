@@ -40,8 +40,3 @@ def test_rows_have_so_many_bytes() -> None:
         model = nn.Sequential(CompositionalEmbeddingBagCollection([table]))
         found = [quantize(model, dtype)[0].memory_bytes() for dtype in dtypes]
         assert found == [4096 * int(own) for own in row_bytes]
-
-
-def test_the_files_that_are_named_are_there() -> None:
-    for target in re.findall(r"\]\(([\w./]+)\)", README.read_text()):
-        assert (README.parent / target).exists(), target
