@@ -25,9 +25,10 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import typer
 from rich.console import Console
 
-# a table that goes into a file or a pipe should not be wrapped to 80 columns
-console = Console(width=None if sys.stdout.isatty() else 140)
-errors = Console(stderr=True)
+# A table that goes into a file or a pipe should not be wrapped to 80 columns. Jupyter and CI set FORCE_COLOR, by which
+# rich takes a pipe for a terminal: it would draw each state of a progress bar on a line of its own.
+console = Console() if sys.stdout.isatty() else Console(width=140, force_terminal=False)
+errors = Console(stderr=True, force_terminal=None if sys.stderr.isatty() else False)
 
 ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file.")]
 OverridesArgument = Annotated[
