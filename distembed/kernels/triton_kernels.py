@@ -16,7 +16,8 @@ NUM_ROWS = tl.constexpr(3)  # number of rows on this rank
 FIRST_KEY = tl.constexpr(4)  # key of FIRST_ROW
 WEIGHT_START = tl.constexpr(5)  # a key's numbers begin at WEIGHT_START + key * columns; may be negative
 STATE_START = tl.constexpr(6)
-PART_FIELDS = tl.constexpr(7)
+FIRST_FEATURE = tl.constexpr(7)  # of the features of the table
+PART_FIELDS = tl.constexpr(8)
 
 NO_KEY = tl.constexpr(-1)
 
@@ -99,14 +100,17 @@ def _bags(
 ):
     """Returns each lane's feature, first id, last id + 1 and vector; -1 is the vector of a lane without work.
 
-    A lane has a bag where ``POOLS``; bags come feature after feature, vectors bag after bag. Else a lane has an id, and
-    the last feature that begins at or before the id is its feature.
+    A lane has a bag where ``POOLS``; bags come feature after feature, vectors bag after bag. Without offsets bag i has
+    id i alone. Else a lane has an id, and the last feature that begins at or before the id is its feature.
     """
     lanes = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     if POOLS:
         is_bag = lanes < num_bags.to(tl.int64) * num_features
-        starts = tl.load(offsets + lanes, mask=is_bag, other=0).to(tl.int64)
-        ends = tl.load(offsets + lanes + 1, mask=is_bag, other=0).to(tl.int64)
+        if offsets is None:
+            starts, ends = lanes, tl.where(is_bag, lanes + 1, lanes)
+        else:
+            starts = tl.load(offsets + lanes, mask=is_bag, other=0).to(tl.int64)
+            ends = tl.load(offsets + lanes + 1, mask=is_bag, other=0).to(tl.int64)
         features = tl.where(is_bag, lanes // num_bags, 0)
         vectors = tl.where(is_bag, (lanes - features * num_bags) * num_features + features, -1)
     else:
@@ -156,7 +160,6 @@ def _pool(
     GROUPS: tl.constexpr,
     MULTIPLES: tl.constexpr,
     IS_PRODUCT: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
 ):
     """Writes the output columns that the partitions of ``GROUP`` share: the lane's ids composed and summed."""
     tables, id_weights, outputs = batch
@@ -174,7 +177,7 @@ def _pool(
         composed = _composed(
             positions, are_ids, features, tables, FIRST, STOP, MULTIPLES, IS_PRODUCT, NUM_COLUMNS, PADDED
         )
-        if HAS_WEIGHTS:
+        if id_weights is not None:
             composed *= tl.load(id_weights + positions, mask=are_ids, other=0.0)[:, None]
         sums += composed
     columns = tl.arange(0, PADDED)
@@ -198,7 +201,6 @@ def compose(
     NUM_GROUPS: tl.constexpr,
     MULTIPLES: tl.constexpr,
     IS_PRODUCT: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
     POOLS: tl.constexpr,
     LANES: tl.constexpr,
     FEATURE_BITS: tl.constexpr,
@@ -212,7 +214,18 @@ def compose(
     bags = _bags(offsets, num_ids, num_bags, num_features, POOLS, LANES, FEATURE_BITS)
     batch = ((keys, parts, weights), id_weights, outputs)
     for i in tl.static_range(NUM_GROUPS):
-        _pool(batch, bags, i, WIDTH, GROUPS, MULTIPLES, IS_PRODUCT, HAS_WEIGHTS)
+        _pool(batch, bags, i, WIDTH, GROUPS, MULTIPLES, IS_PRODUCT)
+
+
+@triton.jit
+def _feature_starts(features, offsets, num_bags, num_features):
+    """Returns the place of each feature's first id; of ``num_features``, the end of the last bag."""
+    if offsets is None:
+        starts = features.to(tl.int64) * num_bags
+    else:
+        bags = features.to(tl.int64) * num_bags
+        starts = tl.load(offsets + bags, mask=features <= num_features, other=0).to(tl.int64)
+    return starts
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=SLICES)
@@ -222,6 +235,7 @@ def write_keys(
     parts,
     keys,
     owners,
+    feature_starts,
     num_ids,
     num_bags,
     num_features,
@@ -230,25 +244,36 @@ def write_keys(
     LANES: tl.constexpr,
     FEATURE_BITS: tl.constexpr,
 ):
-    """Writes each id's key in every partition, and its *owner*: its bag's vector, or the feature of a sequence's id."""
+    """Writes each id's key in every partition.
+
+    For a backward pass also writes each id's *owner*, which is its bag's vector, or the feature of a sequence's id, and
+    the place where each feature's ids begin and the last one's end. Else ``owners`` and ``feature_starts`` are None.
+    """
     num_partitions: tl.constexpr = len(keys)
     features, starts, ends, vectors = _bags(offsets, num_ids, num_bags, num_features, POOLS, LANES, FEATURE_BITS)
-    if POOLS:
-        lane_owners = vectors
-    else:
-        lane_owners = features
     for step in range(0, tl.max(ends - starts, 0)):
         positions = starts + step
         are_ids = positions < ends
         bag_ids = tl.load(ids + positions, mask=are_ids, other=0)
-        tl.store(owners + positions, lane_owners.to(tl.int32), mask=are_ids)
+        if owners is not None:
+            if POOLS:
+                lane_owners = vectors
+            else:
+                lane_owners = features
+            tl.store(owners + positions, lane_owners.to(tl.int32), mask=are_ids)
         for j in tl.static_range(num_partitions):
             row_keys = _keys(bag_ids, features, parts, j, RULES[j], num_partitions)
             tl.store(keys[j] + positions, row_keys.to(keys[j].dtype.element_ty), mask=are_ids)
     # ids after the end of the last bag are in no bag: they get NO_KEY
-    ids_end = tl.load(offsets + num_bags.to(tl.int64) * num_features).to(tl.int64)
+    ids_end = _feature_starts(num_features, offsets, num_bags, num_features)
     for start in range(ids_end + tl.program_id(0) * LANES, num_ids, tl.num_programs(0) * LANES):
         positions = start + tl.arange(0, LANES)
         for j in tl.static_range(num_partitions):
             no_keys = tl.full([LANES], NO_KEY, keys[j].dtype.element_ty)
             tl.store(keys[j] + positions, no_keys, mask=positions < num_ids)
+    if feature_starts is not None:
+        if tl.program_id(0) == 0:
+            for first in range(0, num_features + 1, LANES):
+                numbers = first + tl.arange(0, LANES)
+                own_starts = _feature_starts(numbers, offsets, num_bags, num_features)
+                tl.store(feature_starts + numbers, own_starts, mask=numbers <= num_features)

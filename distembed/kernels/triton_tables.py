@@ -1,7 +1,7 @@
 """The description of tables and batches for Triton's kernels: constants on the device, and the sizes of tiles.
 
-Triton is imported by :func:`triton_kernels` alone. It compiles a kernel at its first launch, in a second or less, and
-keeps it in its own cache on the disk.
+Triton is imported by :func:`triton_kernels` alone. It compiles a kernel at its first launch, in some seconds, and keeps
+it in its own cache on the disk.
 """
 
 import math
@@ -19,8 +19,15 @@ from distembed.base.errors import UserError
 from distembed.kernels.layout import FLOAT_BYTES
 from distembed.kernels.tables import Formula, Storage, TablePart, num_states
 
+OPTIONS = {"enable_fp_fusion": True}
+"""Options of Triton's compiler: products are added in one step; the default differs between versions of Triton."""
 TILE_NUMBERS = 1024
 """How many numbers a tile of vectors has, about."""
+_LEAST_SLICE, _MOST_SLICE = 128, 1024
+"""Slices of 128 ids keep an H100 busy at 2,048 rows of 26 features; more than 1,024 ids do not fit into registers."""
+_MOST_SLICED_ROWS = 512
+_SORT_BYTES, _PIECES = 60, 3 / 8
+"""Bytes that an id moves while it is sorted, and the share of its vector that pieces of runs move."""
 _DIVIDES, _TAKES_MODULUS = 1, 2
 _KEY_TYPES = (torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -30,14 +37,26 @@ class TritonBatch:
     """The keys of a step's ids, and all rows."""
 
     keys: tuple[Tensor, ...]  # key of each id in each partition, -1 where its row is not on this rank
-    owners: Tensor  # int32 number of each id's vector or, where each id has its own, of its feature
     weights: Tensor | None  # weights of the ids
     rows: tuple[Tensor, ...]  # all rows of each partition
+    for_backward: tuple[Tensor, Tensor] | None  # owners and feature starts of ``write_keys``, None in evaluation
 
     @property
     def num_ids(self) -> int:
         """Number of ids of all features."""
-        return len(self.owners)
+        return len(self.keys[0])
+
+    @property
+    def owners(self) -> Tensor:
+        """The int32 number of each id's vector or, where each id has its own, of its feature."""
+        assert self.for_backward is not None
+        return self.for_backward[0]
+
+    @property
+    def feature_starts(self) -> Tensor:
+        """The place of each feature's first id, and the end of the last feature's ids, ``[features + 1]``."""
+        assert self.for_backward is not None
+        return self.for_backward[1]
 
 
 class DeviceTables:
@@ -47,6 +66,8 @@ class DeviceTables:
         formula: The formula of all tables.
         num_features: Number of features of all tables.
         num_keys: Number of rows of all tables, in each partition.
+        most_rows: Largest number of rows of a table, in each partition.
+        slice_ids: Number of ids of a slice, in each partition; None where ids are sorted.
         rules: Whether rows follow by a division (1), a modulus (2), or both (3), in each partition.
         multiples: Each row of a partition begins at a multiple of so many numbers: a power of two, at most 16 bytes.
         state_multiples: Each row's states begin at a multiple of so many numbers.
@@ -67,25 +88,29 @@ class DeviceTables:
         self.rules = tuple(_rule([parts[j] for parts in feature_parts]) for j in range(num_partitions))
         # keys number a partition's rows through all tables: first_keys[i][j] is the first of feature i's table
         num_keys = [0] * num_partitions
+        table_firsts: list[int] = []  # the first feature of each feature's table
         first_keys: list[list[int]] = []
         for feature, parts in enumerate(feature_parts):
             if feature in first_features:
                 first_keys.append(list(num_keys))
                 num_keys = [number + part.num_rows for number, part in zip(num_keys, parts, strict=True)]
+                table_firsts.append(feature)
             else:
                 first_keys.append(first_keys[-1])
+                table_firsts.append(table_firsts[-1])
         self.num_keys = tuple(num_keys)
+        self.most_rows = tuple(max(parts[j].num_rows for parts in feature_parts) for j in range(num_partitions))
         self._fields = torch.tensor(
             [
                 [
-                    _part_fields(part, first_key, len(columns), storage.optimizer)
+                    [*_part_fields(part, first_key, len(columns), storage.optimizer), first_feature]
                     for part, first_key, columns, storage in zip(parts, keys, formula.columns, storages, strict=True)
                 ]
-                for parts, keys in zip(feature_parts, first_keys, strict=True)
+                for parts, keys, first_feature in zip(feature_parts, first_keys, table_firsts, strict=True)
             ],
             dtype=torch.int64,
         )
-        row_starts, state_starts = self._fields[..., -2], self._fields[..., -1]
+        row_starts, state_starts = self._fields[..., -3], self._fields[..., -2]
         column_counts = [len(columns) for columns in formula.columns]
         self.multiples = tuple(
             _multiple(columns, row_starts[:, j], 16 // storage.itemsize)
@@ -95,11 +120,16 @@ class DeviceTables:
             _multiple(num_states(storage.optimizer, columns), state_starts[:, j], 16 // FLOAT_BYTES)
             for j, (columns, storage) in enumerate(zip(column_counts, storages, strict=True))
         )
+        self.slice_ids = tuple(map(ids_of_slice, self.most_rows, column_counts))
         self._on_device: Tensor | None = None
 
-    def num_vectors(self, num_ids: int, offsets: Tensor) -> int:
+    def num_bags(self, num_ids: int, offsets: Tensor | None) -> int:
+        """Returns the number of bags of all features; without offsets each has one id."""
+        return num_ids if offsets is None else len(offsets) - 1
+
+    def num_vectors(self, num_ids: int, offsets: Tensor | None) -> int:
         """Returns the number of composed vectors."""
-        return len(offsets) - 1 if self.formula.pools else num_ids
+        return self.num_bags(num_ids, offsets) if self.formula.pools else num_ids
 
     @property
     def num_partitions(self) -> int:
@@ -139,6 +169,24 @@ class DeviceTables:
         return tuple(groups)
 
 
+def ids_of_slice(most_rows: int, num_columns: int) -> int | None:
+    """Returns the number of ids whose gradients one program adds up, row by row; None where ids are sorted instead.
+
+    A program writes a sum for each row of its table, which is read once. With eight or more ids to a row, these are
+    few bytes beside the gradients. Ids are sorted where the sums of the longest slices move more bytes than a sort.
+    """
+    sums_bytes = 2 * most_rows * num_columns * FLOAT_BYTES
+    sorted_bytes = _MOST_SLICE * (_SORT_BYTES + _PIECES * num_columns * FLOAT_BYTES)
+    if most_rows > _MOST_SLICED_ROWS or sums_bytes > sorted_bytes:
+        return None
+    return min(max(power_of_two(8 * most_rows), _LEAST_SLICE), _MOST_SLICE)
+
+
+def num_slices(num_ids: int, num_features: int, ids_of_slice: int) -> int:
+    """Returns the number of slices of all ids: a feature's first and last slice may have fewer ids than the others."""
+    return num_ids // ids_of_slice + num_features
+
+
 def key_type(num_keys: int) -> torch.dtype:
     """Returns the smallest integer type for keys 0 to ``num_keys - 1``: a radix sort takes a pass for each byte."""
     return next(dtype for dtype in _KEY_TYPES if num_keys - 1 <= torch.iinfo(dtype).max)
@@ -172,7 +220,7 @@ def _rule(parts: Sequence[TablePart]) -> int:
 
 
 def _part_fields(part: TablePart, first_key: int, num_columns: int, optimizer: str | None) -> list[int]:
-    """Returns a part's fields, in the order of the constants in ``triton_kernels``.
+    """Returns a part's fields but for the last, in the order of the constants in ``triton_kernels``.
 
     Local row r has key first_key + r and begins at weight_start + r * columns; key 0 would begin at r = -first_key.
     """
@@ -192,6 +240,8 @@ class TritonKernels(NamedTuple):
     sum_runs: Any
     join_runs: Any
     update_rows: Any
+    sum_slices: Any
+    add_slices: Any
 
 
 @cache
@@ -200,11 +250,18 @@ def triton_kernels() -> TritonKernels:
     try:
         forward = import_module("distembed.kernels.triton_kernels")
         backward = import_module("distembed.kernels.triton_update")
+        slices = import_module("distembed.kernels.triton_slices")
     except ImportError as error:
         raise UserError(
             f"the fused lookup on CUDA: triton cannot be imported ({error}); install a PyTorch that is built for CUDA, "
             "which brings it, or give tables kernel='fbgemm'."
         ) from None
     return TritonKernels(
-        forward.compose, forward.write_keys, backward.sum_runs, backward.join_runs, backward.update_rows
+        forward.compose,
+        forward.write_keys,
+        backward.sum_runs,
+        backward.join_runs,
+        backward.update_rows,
+        slices.sum_slices,
+        slices.add_slices,
     )

@@ -69,7 +69,7 @@ def _shaken(values, seed, starts, columns):
 
 
 @triton.jit
-def _finish(
+def finish(
     sums,
     are_whole,
     runs,
@@ -131,7 +131,7 @@ def _finish(
 
 
 @triton.jit
-def _contributions(
+def contributions(
     ids,
     batch,
     J: tl.constexpr,
@@ -141,7 +141,6 @@ def _contributions(
     PADDED: tl.constexpr,
     MULTIPLES: tl.constexpr,
     IS_PRODUCT: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
 ):
     """Returns each id's share of the gradient of its row in partition ``J``: weight * gradient * its other rows.
 
@@ -154,7 +153,7 @@ def _contributions(
     mask = are_ids[:, None] & (columns < NUM_COLUMNS)[None, :]
     sources = (owners * WIDTH + COLUMN_START)[:, None] + columns[None, :]
     vectors = tl.load(gradients + sources, mask=mask, other=0.0)
-    if HAS_WEIGHTS:
+    if id_weights is not None:
         vectors *= tl.load(id_weights + positions, mask=are_ids, other=0.0)[:, None]
     if IS_PRODUCT:
         for k in tl.static_range(num_partitions):
@@ -192,7 +191,6 @@ def sum_runs(
     MULTIPLES: tl.constexpr,
     STATE_MULTIPLE: tl.constexpr,
     IS_PRODUCT: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
     POOLS: tl.constexpr,
     ACTION: tl.constexpr,
     ROUNDS_AT_RANDOM: tl.constexpr,
@@ -225,15 +223,13 @@ def sum_runs(
         are_ids = key >= 0
         positions, features, vectors = _owners(order, owners, sorted_positions, are_ids, num_features, POOLS)
         ids = (positions, are_ids, features, vectors)
-        sums += _contributions(
-            ids, batch, J, WIDTH, COLUMN_START, NUM_COLUMNS, PADDED, MULTIPLES, IS_PRODUCT, HAS_WEIGHTS
-        )
+        sums += contributions(ids, batch, J, WIDTH, COLUMN_START, NUM_COLUMNS, PADDED, MULTIPLES, IS_PRODUCT)
         ends = are_ids & ((step == CHUNK - 1) | (following != key))
         is_new = key != before
         tl.store(heads + partial_sums, sums, mask=(ends & (key == before))[:, None] & is_column)
         tl.store(tails + partial_sums, sums, mask=(ends & is_new & (following == key))[:, None] & is_column)
         are_whole, runs = ends & is_new & (following != key), (key, sorted_positions, features)
-        _finish(
+        finish(
             sums,
             are_whole,
             runs,
@@ -318,7 +314,7 @@ def join_runs(
             last_position = zero + chunk * CHUNK + CHUNK - 1
             _, features, _ = _owners(order, owners, last_position, zero == 0, num_features, POOLS)
             runs, update = (zero + key, last_position, features), (parts, target, states, learning_rate, eps, seed)
-            _finish(
+            finish(
                 sums[None, :],
                 zero == 0,
                 runs,
@@ -391,7 +387,7 @@ def update_rows(
         gradients = tl.load(sum_addresses, mask=are_runs[:, None] & is_column, other=0.0)
         places, features, vectors = _owners(order, owners, lanes, are_runs, num_features, POOLS)
     runs, update = (key, lanes, features), (parts, target, states, learning_rate, eps, seed)
-    _finish(
+    finish(
         gradients,
         are_runs,
         runs,

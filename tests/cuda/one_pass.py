@@ -13,7 +13,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
 from torch import Tensor
 from torchrec.distributed import batched_embedding_kernel
 
-from distembed.kernels import triton_lookup
+from distembed.kernels import triton_tables
 from distembed.kernels.triton_tables import TritonKernels
 from distembed.sharding.groups import fused
 from tests.cuda.pretend import Refused, origin_module
@@ -81,7 +81,7 @@ def one_pass(launched: "Counter[str]") -> Iterator[None]:
     kernels = TritonKernels(*[StandInKernel(name, launched) for name in TritonKernels._fields])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DISTEMBED_CHECK_ROWS", "0")  # as in training: the check waits for the device
-        patch.setattr(triton_lookup, "triton_kernels", lambda: kernels)
+        patch.setattr(triton_tables, "triton_kernels", lambda: kernels)
         patch.setattr(fused, "SplitTableBatchedEmbeddingBagsCodegen", StandInStorage)
         patch.setattr("tests.cuda.stand_ins.StandInTables", StandInStorage)
         patch.setattr(batched_embedding_kernel, "SplitTableBatchedEmbeddingBagsCodegen", StandInStorage)

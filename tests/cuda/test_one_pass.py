@@ -44,7 +44,19 @@ def test_a_step_in_one_pass_waits_for_nothing(cell: Cell, kinds: tuple[str, ...]
             assert groups and all(isinstance(group, FusedGroup) for group in groups)
             # twice, as a batch is rehearsed: forward, keys, and two kernels for each partition
             assert launched["compose"] == launched["write_keys"] == 2 * len(groups)
-            assert launched["sum_runs"] == launched["join_runs"] >= 4 * len(groups)
+            assert launched["sum_runs"] == launched["join_runs"] and launched["sum_slices"] == launched["add_slices"]
+            assert launched["sum_runs"] + launched["sum_slices"] >= 4 * len(groups)
+
+
+@pytest.mark.parametrize("bags", ["single", "ragged"])
+def test_a_product_of_two_launches_eight_operations_at_most(bags: str) -> None:
+    launched: Counter[str] = Counter()
+    with one_pass(launched), rehearsed(CELLS[0][0], world_size=1) as made:
+        made.rehearse(bags)
+        launches = made.watch.launches
+        assert launches["sort"] <= 1 and launches["zeros"] == 0
+        assert launches["asynchronous_complete_cumsum"] == (bags == "ragged")  # bags of one id need no offsets
+        assert launched.total() // 2 + launches["sort"] + launches["asynchronous_complete_cumsum"] <= 8
 
 
 def test_auto_stays_with_fbgemm() -> None:

@@ -12,6 +12,7 @@ from itertools import accumulate
 from multiprocessing import get_context
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,6 +51,44 @@ def _interpret() -> None:
 
     handle: Any = interpreter.TensorHandle
     handle.set_attr = require_multiples
+    stock_patch: Any = interpreter._patch_lang
+    patched: set[int] = set()
+
+    def patch_once(function: Any) -> Any:
+        """Has the language be interpreted from a module's first call on; Triton does and undoes it at every call."""
+        if id(function.__globals__) not in patched:
+            patched.add(id(function.__globals__))
+            stock_patch(function)
+        return interpreter._LangPatchScope()
+
+    interpreter._patch_lang = patch_once
+    interpreter.ReduceOps.generic_reduce = _reduced
+    interpreter.ScanOps.generic_scan = _scanned
+
+
+def _steps(ops: Any, given: Sequence[Any]) -> Iterator[Any]:
+    """Yields each tensor, and the results of combining its numbers along an axis, from the first to each.
+
+    Triton's interpreter takes the numbers of the other axes one by one; the combining function stays the kernel's.
+    """
+    columns = [np.moveaxis(each.handle.data, ops.axis, 0) for each in given]
+    found: list[tuple[Any, ...]] = []
+    for numbers in zip(*columns, strict=True):
+        tensors = tuple(ops.to_tensor(own, each.dtype) for own, each in zip(numbers, given, strict=True))
+        combined = ops.combine_fn.fn(*found[-1], *tensors) if found else tensors
+        found.append(combined if isinstance(combined, tuple) else (combined,))
+    shape = columns[0].shape[1:]
+    for each, results in zip(given, zip(*found, strict=True), strict=True):
+        yield each, [own.handle.data.reshape(shape) for own in results]
+
+
+def _reduced(ops: Any, given: Sequence[Any]) -> list[Any]:
+    lasts = [(each, results[-1]) for each, results in _steps(ops, given)]
+    return [ops.to_tensor(np.expand_dims(own, ops.axis) if ops.keep_dims else own, each.dtype) for each, own in lasts]
+
+
+def _scanned(ops: Any, given: Sequence[Any]) -> list[Any]:
+    return [ops.to_tensor(np.stack(results, ops.axis), each.dtype) for each, results in _steps(ops, given)]
 
 
 class InterpretedLookup:

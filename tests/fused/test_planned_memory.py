@@ -8,7 +8,7 @@ import torch
 from distembed.embedding import CompositionalEmbeddingBagConfig
 from distembed.kernels.operation import FusedLookup
 from distembed.kernels.tables import Formula, Storage, TablePart
-from distembed.kernels.triton_lookup import update_bytes
+from distembed.kernels.triton_backward import PartitionSizes, update_bytes
 from distembed.kernels.triton_tables import DeviceTables, key_type
 from distembed.partitions import MixedRadix, QuotientRemainder
 from distembed.sharding.groups.fused import FusedGroup
@@ -90,7 +90,10 @@ def test_a_plan_counts_the_rows_of_each_range_of_columns_on_a_gpu(
     tables = DeviceTables(formula, [parts_of_feature] * sum(features), features, storages)
     num_ids, num_keys = NUM_ROWS * sum(features), tables.num_keys
     held = num_ids * (4 + sum(key_type(number).itemsize for number in num_keys))
-    assert planned == held + update_bytes(num_ids, num_keys, [each.num_columns for each in own])
+    sizes = [
+        PartitionSizes(*both, each.num_columns) for *both, each in zip(num_keys, tables.most_rows, own, strict=True)
+    ]
+    assert planned == held + update_bytes(num_ids, sum(features), sizes)
 
 
 def _scratch_of_threads(scheme: QuotientRemainder | MixedRadix, features_of_tables: list[int], dim: int) -> list[int]:

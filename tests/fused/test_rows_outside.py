@@ -79,7 +79,7 @@ def skip_outside_rows(is_product: bool, checks: bool, cases: list[tuple[int, int
             with pytest.raises(IndexError, match=rf"id {outside} at position {position} .* not on this rank"):
                 lookup(ids, offsets, None, storages)
             continue
-        keys, _ = lookup.lookup.find_keys(ids, offsets)
+        keys, _ = lookup.lookup.find_keys(ids, offsets, False)
         # the remainder of another rank's id is there, its quotient is not, and the other way round
         missing = [bool(own[position] < 0) for own in keys]
         assert missing == {3: [True, False], 25 * 4 + 12: [False, True]}.get(outside, [True, True])

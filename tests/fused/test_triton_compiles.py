@@ -5,6 +5,7 @@ import importlib.util
 import pytest
 import torch
 
+from distembed.kernels.triton_tables import ids_of_slice
 from tools.gpu.machine_code import Case, Launch, launches
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -16,7 +17,7 @@ SPILLED = 8
 
 
 def row_accesses(case: Case, launch: Launch, later: bool) -> tuple[int, int]:
-    """Returns how many 16-byte loads and stores a kernel needs; ``later`` where its sums wait for ``update_rows``."""
+    """Returns how many 16-byte loads and stores a kernel needs; ``later`` where its sums wait for their update."""
     rows = NUMBERS_OF_THREAD * case.dtype.itemsize // BYTES
     sums = NUMBERS_OF_THREAD * 4 // BYTES
     others = case.num_partitions - 1 if case.kind in ("product", "sequence") else 0
@@ -24,6 +25,8 @@ def row_accesses(case: Case, launch: Launch, later: bool) -> tuple[int, int]:
         "compose": (case.num_partitions * rows, sums),
         "sum_runs": (sums + others * rows + (0 if later else rows), 2 * sums + (sums if later else rows)),
         "update_rows": (sums + rows, rows),
+        "sum_slices": (sums + others * rows, sums),
+        "add_slices": (sums, 0),
     }.get(launch.kernel, (0, 0))
 
 
@@ -40,13 +43,15 @@ def row_accesses(case: Case, launch: Launch, later: bool) -> tuple[int, int]:
                 Case(num_columns=128),
                 Case(num_partitions=3, optimizer="sgd", num_columns=64),
                 Case(num_partitions=3, optimizer="adagrad", dtype=torch.float16),
-                Case("sequence", optimizer="sgd", num_columns=128),
-                Case("sum", num_columns=256, dtype=torch.float16, has_weights=True),
+                Case("sequence", optimizer="sgd", num_columns=128, offsets=torch.int64),
+                Case("sum", num_columns=256, dtype=torch.float16, has_weights=True, offsets=torch.int64),
                 Case("columns", optimizer="adagrad"),
                 Case(num_columns=20, optimizer="adagrad"),
                 Case(num_columns=4, num_features=128),
-                Case(collisions=200, offsets=torch.int32),  # more rows than ids in the small partition
-                Case("sequence", optimizer=None, num_features=1000),
+                Case(collisions=50, num_columns=128),
+                Case(collisions=100, offsets=torch.int64, optimizer="adagrad"),
+                Case(collisions=600, offsets=torch.int32),  # more rows than ids in the small partition
+                Case("sequence", optimizer=None, num_features=1000, offsets=torch.int32),
                 Case(num_partitions=1),
             ]
         ],
@@ -55,19 +60,23 @@ def row_accesses(case: Case, launch: Launch, later: bool) -> tuple[int, int]:
 )
 def test_kernels_move_rows_by_16_bytes_and_leave_room_for_many_threads(capability: int, case: Case) -> None:
     found = launches(case, capability)
-    k, is_product = case.num_partitions, case.kind in ("product", "sequence")
-    waits = is_product and case.optimizer is not None
-    expected = ["write_keys", "compose"] + k * ["sum_runs", "join_runs"] + waits * (k - 1) * ["update_rows"]
-    assert [launch.kernel for launch in found] == expected
-    summed = 0
-    for launch in found:
+    is_product = case.kind in ("product", "sequence")
+    waits, first, last = is_product and case.optimizer is not None, case.num_partitions - 1, ["sum_runs", "join_runs"]
+    # a partition of few rows is summed in slices, and the last one of many is sorted
+    is_sliced = ids_of_slice(case.collisions, case.num_columns) is not None
+    summed, ends = (["sum_slices"], ["add_slices"]) if is_sliced else (last, waits * ["update_rows"])
+    step = first * summed + last + first * ends if waits else first * (summed + ends) + last
+    assert [launch.kernel for launch in found] == ["write_keys", "compose", *step]
+    for number, launch in enumerate(found):
         assert launch.spilled <= SPILLED, launch
         # at least 16 of the 64 warps of a processor, and 12 programs' shared memory
         assert launch.registers * 32 * 16 <= 65536, launch
         assert launch.shared <= 8192, launch
-        summed += launch.kernel == "sum_runs"
-        updates = case.optimizer is not None and (not waits or summed == k) and summed > 0
-        assert launch.barriers == updates, launch  # between reading and writing rows and states
+        # sums are made before the last partition's where they wait for their update
+        later = waits and number < 2 + first * len(summed)
+        updates = case.optimizer is not None and number >= 2 and not later and launch.kernel != "sum_slices"
+        # between reading and writing rows and states, and between writing zeros and sums
+        assert launch.barriers == (updates or launch.kernel == "sum_slices"), launch
         assert launch.loads.total() - launch.loads[128] <= 40, launch  # keys, places, fields of parts
         if case.num_columns >= 16:
             loads, stores = row_accesses(case, launch, later=not updates)

@@ -11,7 +11,8 @@ import torch
 
 from distembed.base.errors import UserError
 from distembed.kernels.tables import OPTIMIZERS, Formula, Storage, TablePart
-from distembed.kernels.triton_lookup import CHUNK, JOINED_NUMBERS, TritonLookup
+from distembed.kernels.triton_backward import CHUNK, JOINED_NUMBERS
+from distembed.kernels.triton_lookup import TritonLookup
 from distembed.kernels.triton_tables import DeviceTables, num_lanes
 from distembed.partitions.base import Digit
 from tests.fused.cases import (
@@ -32,6 +33,8 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 DIMS = (4, 16, 20, 64, 256)
 KINDS = ("product", "sum", "columns")
+ROWS = (11, 521)
+"""Numbers of rows of a table, few enough to be summed in slices and so many that ids are sorted."""
 QUOTIENT_REMAINDER = Table([Digit(1, 25), Digit(25, None)], 30, 2, max_id=99)
 
 
@@ -45,15 +48,16 @@ def steps(case: Case, num_steps: int = 2) -> None:
     check(case, num_steps, InterpretedLookup)
 
 
-def tables_of(k: int) -> list[Table]:
+def tables_of(k: int, num_rows: int) -> list[Table]:
+    """Two tables; the second has ``num_rows`` rows or some more in each partition."""
     digits = [Digit(5**j, 5) for j in range(k - 1)] + [Digit(5 ** (k - 1), None)]
-    return [Table(digits, 5, 2, max_id=300), Table([Digit(3, 11 + j) for j in range(k)], 5, max_id=2**40)]
+    return [Table(digits, 5, 2, max_id=300), Table([Digit(3, num_rows + j) for j in range(k)], 5, max_id=2**40)]
 
 
 def case_of(kind: str, k: int, optimizer: str, turn: int) -> Case:
     columns, halves = columns_of(kind, DIMS[turn % len(DIMS)], k), [turn % 3 == 0] * k
     batch = BATCHES[turn % len(BATCHES)]
-    return Case(tables_of(k), columns, kind == "product", [optimizer] * k, halves, batch, seed=turn)
+    return Case(tables_of(k, ROWS[turn % 2]), columns, kind == "product", [optimizer] * k, halves, batch, seed=turn)
 
 
 @pytest.mark.thorough
@@ -67,9 +71,9 @@ def test_it_equals_a_plain_computation(run: Run, turn: int, kind: str) -> None:
 @pytest.mark.parametrize("batch", BATCHES)
 def test_it_equals_a_plain_computation_in_every_combination(run: Run, batch: str) -> None:
     for turn, (kind, k, optimizer) in enumerate(product(KINDS, (1, 2, 3), OPTIMIZERS)):
-        for halves in (False, True):
-            columns = columns_of(kind, DIMS[(turn + halves) % len(DIMS)], k)
-            run(steps, Case(tables_of(k), columns, kind == "product", [optimizer] * k, [halves] * k, batch, seed=turn))
+        for halves, rows in ((False, ROWS[turn % 2]), (True, ROWS[1 - turn % 2])):
+            columns, tables = columns_of(kind, DIMS[(turn + halves) % len(DIMS)], k), tables_of(k, rows)
+            run(steps, Case(tables, columns, kind == "product", [optimizer] * k, [halves] * k, batch, seed=turn))
 
 
 @pytest.mark.thorough
@@ -96,11 +100,41 @@ def test_ids_have_64_bits(run: Run, centre: int) -> None:
     "optimizer", ["adagrad", *[pytest.param(own, marks=pytest.mark.slow) for own in OPTIMIZERS if own != "adagrad"]]
 )
 def test_runs_that_go_over_many_chunks(run: Run, optimizer: str) -> None:
-    # a run has more chunks than are read at once
-    table = Table([Digit(1, 1), Digit(1, 2)], 0, max_id=1)
+    # a run has more chunks than are read at once, and rows at its sides occur once
+    table = Table([Digit(1, 600), Digit(2, 600)], 0, max_id=1)
     num_bags = 3 * CHUNK * num_lanes(1024, JOINED_NUMBERS) // 2
     case = Case([table], [range(1024)] * 2, True, [optimizer] * 2, [False] * 2, "single", num_bags)
     run(steps, case, 1)
+
+
+def sums_of_rows(ids: torch.Tensor, num_rows: int, gradient: torch.Tensor) -> torch.Tensor:
+    """Looks ids up in a sum of a table of so many rows and one of a row, by SGD; returns what each row has lost."""
+    storages = [Storage([torch.zeros(rows * 8)], "sgd", None, 1.0) for rows in (num_rows, 1)]
+    parts = [TablePart(Digit(1, num_rows), 0, num_rows), TablePart(Digit(num_rows, 1), 0, 1)]
+    lookup = TritonLookup(Formula([range(8)] * 2, False, True), [parts], [1], storages)
+    lookup(ids, None, None, storages).backward(gradient)
+    return -storages[0].weights[0].view(-1, 8)
+
+
+@pytest.mark.parametrize("length", [2, CHUNK, 2 * CHUNK + 1])
+@pytest.mark.parametrize("rows", [60, 600])
+def test_many_short_runs_that_cross_chunks_and_slices(run: Run, length: int, rows: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    ids = (torch.randperm(min(rows * length, 900), generator=generator) + length // 2) // length
+    gradient = torch.randn(len(ids), 8, generator=generator)
+    expected = torch.zeros(rows, 8, dtype=torch.float64).index_add_(0, ids % rows, gradient.double())
+    torch.testing.assert_close(run(sums_of_rows, ids, rows, gradient), expected.float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "batch", ["ragged", "sequence", *[pytest.param(own, marks=pytest.mark.slow) for own in ("weighted", "empty_bags")]]
+)
+def test_slices_of_several_features_of_a_table(run: Run, batch: str) -> None:
+    # slices of 128 ids, of three features of one table, and tiles of 64
+    table = Table([Digit(1, 25), Digit(25, None)], 30, 3, max_id=99)
+    tables = [table, Table([Digit(1, 7), Digit(7, None)], 30, max_id=99)]
+    run(steps, Case(tables, [range(16)] * 2, True, ["row_wise_adagrad"] * 2, [True] * 2, batch, num_bags=50))
 
 
 @pytest.mark.thorough
@@ -134,13 +168,15 @@ def test_ids_behind_the_last_bag_change_no_row(run: Run) -> None:
 def bits(case: Case) -> list[torch.Tensor]:
     fused = Fused(case, Side(case), InterpretedLookup)
     batch = draw_batch(case, 0)
-    outputs, returned = fused.step(batch, torch.full((case.num_bags, 2 * 16), 0.1))
+    outputs, returned = fused.step(batch, torch.rand(case.num_bags, 2 * 16, generator=torch.Generator().manual_seed(1)))
     return [outputs, *[one for own in returned for one in own if one is not None], *numbers(fused)]
 
 
 @pytest.mark.thorough
-def test_two_runs_give_the_same_bits(run: Run) -> None:
-    case = Case([QUOTIENT_REMAINDER], [range(16)] * 2, True, ["adagrad", None], [False] * 2, "weighted", num_bags=50)
+@pytest.mark.parametrize("rows", [25, 600])
+def test_two_runs_give_the_same_bits(run: Run, rows: int) -> None:
+    table = Table([Digit(1, rows), Digit(rows, None)], 30, 2, max_id=4 * rows)
+    case = Case([table], [range(16)] * 2, True, ["adagrad", None], [False] * 2, "weighted", num_bags=50)
     for own, other in zip(run(bits, case), run(bits, case), strict=True):
         assert torch.equal(own, other)
 
@@ -187,22 +223,23 @@ def test_gradients_of_ranges_of_columns_are_scaled(run: Run) -> None:
     run(replicated_columns)
 
 
-def rounded(seed: int | None, number: float = 1.5, change: float = 0.3 * 2**-10) -> torch.Tensor:
-    """What 4,096 equal numbers become from each of which as much is taken."""
-    weights = [torch.full((rows * 64,), number if rows > 1 else 1.0).half() for rows in (64, 1)]
+def rounded(seed: int | None, number: float = 1.5, change: float = 0.3 * 2**-10, num_rows: int = 64) -> torch.Tensor:
+    """What 64 equal numbers of each row become from each of which as much is taken."""
+    weights = [torch.full((rows * 64,), number if rows > 1 else 1.0).half() for rows in (num_rows, 1)]
     seeds = None if seed is None else (lambda: seed)
     storages = [Storage([own], "sgd", None, 1.0, rounding_seed=seeds) for own in weights]
-    parts = [[TablePart(Digit(1, 64), 0, 64), TablePart(Digit(64, None), 0, 1)]]
+    parts = [[TablePart(Digit(1, num_rows), 0, num_rows), TablePart(Digit(num_rows, None), 0, 1)]]
     lookup = TritonLookup(Formula([range(64)] * 2, True, True), parts, [1], storages)
-    lookup(torch.arange(64), torch.arange(65), None, storages).backward(torch.full((64, 64), change))
+    lookup(torch.arange(num_rows), None, None, storages).backward(torch.full((num_rows, 64), change))
     return weights[0]
 
 
 @pytest.mark.thorough
-def test_rows_are_rounded_at_random_by_a_seed(run: Run) -> None:
-    below = 1.5 - 2**-10
-    assert (run(rounded, None) == 1.5).all()
-    first, again, other = (run(rounded, seed) for seed in (1, 1, 2))
+@pytest.mark.parametrize("rows", [64, 520])
+def test_rows_are_rounded_at_random_by_a_seed(run: Run, rows: int) -> None:
+    below, step = 1.5 - 2**-10, (1.5, 0.3 * 2**-10, rows)
+    assert (run(rounded, None, *step) == 1.5).all()
+    first, again, other = (run(rounded, seed, *step) for seed in (1, 1, 2))
     for own in (first, other):
         assert ((own == 1.5) | (own == below)).all()
         # 4 standard deviations
@@ -229,23 +266,31 @@ def product_of_two(optimizer: str | None) -> tuple[TritonLookup, list[Storage]]:
     return TritonLookup(Formula([range(8)] * 2, True, True), [parts], [1], storages), storages
 
 
-def rows_by_key(gradients: list[float]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Updates four rows by Adagrad, of which four ids have rows 0, 0, 2 and 2; returns rows and states."""
-    storages = [Storage([torch.ones(rows * 4)], "adagrad", torch.ones(rows * 4), 0.1, 1e-2) for rows in (4, 6)]
-    parts = [TablePart(Digit(2, 4), 0, 4), TablePart(Digit(1, None), 0, 6)]
+def rows_by_sums(gradients: list[float], num_rows: int, state: float, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Updates rows by Adagrad, of which four ids have rows 0, 0, 2 and 2; returns the first four rows and states."""
+    storages = [
+        Storage([torch.ones(rows * 4)], "adagrad", torch.full((rows * 4,), state), 0.1, eps)
+        for rows in (num_rows, 2000)
+    ]
+    parts = [TablePart(Digit(2, num_rows), 0, num_rows), TablePart(Digit(1, None), 0, 2000)]
     lookup = TritonLookup(Formula([range(4)] * 2, True, True), [parts], [1], storages)
-    vectors = lookup(torch.tensor([0, 1, 4, 5]), torch.arange(5), None, storages)
-    vectors.backward(torch.tensor(gradients)[:, None].expand(4, 4))
+    ids = torch.cat([torch.tensor([0, 1, 4, 5]), torch.arange(8, 8 + num_rows)])  # as many ids as rows, and some
+    vectors = lookup(ids, None, None, storages)
+    vectors.backward(torch.tensor(gradients + [1.0] * num_rows)[:, None].expand(-1, 4))
     states = storages[0].states
     assert states is not None
-    return storages[0].weights[0].view(4, 4)[:, 0], states.view(4, 4)[:, 0]
+    return storages[0].weights[0].view(-1, 4)[:4, 0], states.view(-1, 4)[:4, 0]
 
 
-def test_sums_of_zero_leave_rows_and_sums_that_are_no_numbers_reach_them(run: Run) -> None:
-    rows, states = run(rows_by_key, [1.0, -1.0, 2.0, 0.0])
-    assert rows.tolist() == pytest.approx([1, 1, 1 - 0.2 / (5**0.5 + 0.01), 1]) and states.tolist() == [1, 1, 5, 1]
-    rows, _ = run(rows_by_key, [1.0, float("nan"), 0.0, 0.0])
-    assert rows.isnan().tolist() == [True, False, False, False]
+@pytest.mark.parametrize("rows", [9, 600])
+def test_sums_of_zero_leave_rows_and_sums_that_are_no_numbers_reach_them(run: Run, rows: int) -> None:
+    """By slices, and by sorted ids whose sums wait at their keys."""
+    found, states = run(rows_by_sums, [1.0, -1.0, 2.0, 0.0], rows, 1.0, 1e-2)
+    assert found.tolist() == pytest.approx([1, 1, 1 - 0.2 / (5**0.5 + 0.01), 1]) and states.tolist() == [1, 1, 5, 1]
+    found, states = run(rows_by_sums, [1.0, -1.0, 2.0, 0.0], rows, 0.0, 0.0)
+    assert found.tolist() == pytest.approx([1, 1, 0.9, 1]) and states.tolist() == [0, 0, 4, 0]
+    found, _ = run(rows_by_sums, [1.0, float("nan"), 0.0, 0.0], rows, 1.0, 1e-2)
+    assert found.isnan().tolist() == [True, False, False, False]
 
 
 @pytest.mark.parametrize(("num_ids", "num_bags"), [(2**31, 1), (0, 2**31)])
@@ -253,7 +298,7 @@ def test_more_ids_or_bags_than_kernels_count_are_refused(num_ids: int, num_bags:
     lookup, _ = product_of_two("sgd")
     refusal = rf"has {num_ids} ids in {num_bags} bags, and at most 2147483647 .* smaller batches"
     with pytest.raises(UserError, match=refusal):
-        lookup.find_keys(torch.empty(num_ids, device="meta"), torch.empty(num_bags + 1, device="meta"))
+        lookup.find_keys(torch.empty(num_ids, device="meta"), torch.empty(num_bags + 1, device="meta"), True)
 
 
 @pytest.mark.parametrize(

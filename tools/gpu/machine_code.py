@@ -16,7 +16,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +25,10 @@ from unittest.mock import patch
 
 import torch
 
-from distembed.kernels import triton_lookup, triton_tables
+from distembed.kernels import triton_tables
 from distembed.kernels.tables import Formula, Storage, TablePart, num_states
-from distembed.kernels.triton_lookup import CHUNK, TritonLookup
-from distembed.kernels.triton_tables import TritonKernels
+from distembed.kernels.triton_lookup import TritonLookup
+from distembed.kernels.triton_tables import TritonKernels, ids_of_slice, num_blocks, num_slices
 from distembed.partitions.base import Digit
 
 NUM_BAGS, QUOTIENTS = 64, 10_000
@@ -50,7 +50,7 @@ class Case:
     has_weights: bool = False
     num_features: int = 26
     collisions: int = 4
-    offsets: torch.dtype = torch.int64
+    offsets: torch.dtype | None = None  # None: each bag has one id, and no offsets are given
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,7 @@ class Launch:
     longest_loop: int  # instructions
     loads: Counter[int]  # number of load instructions of global memory, by bits
     stores: Counter[int]
+    constants: Mapping[str, Any]  # that the kernel was compiled for
 
 
 class _Driver:
@@ -98,7 +99,7 @@ class _Compiled:
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
         def launch(*arguments: Any, **constants: Any) -> None:
             compiled = self.kernel.warmup(*arguments, grid=grid, **constants)
-            self.seen(_read(self.kernel.__name__, grid[0], compiled))
+            self.seen(_read(self.kernel.__name__, grid[0], compiled, constants))
 
         return launch
 
@@ -113,7 +114,7 @@ def compiling(capability: int, seen: Callable[[Launch], None]) -> Iterator[None]
         tempfile.TemporaryDirectory() as cache,
         patch.dict(os.environ, {"TRITON_CACHE_DIR": cache, "DISTEMBED_CHECK_ROWS": "0"}),
         patch.object(driver, "_active", _Driver(capability)),
-        patch.object(triton_lookup, "triton_kernels", lambda: kernels),
+        patch.object(triton_tables, "triton_kernels", lambda: kernels),
     ):
         try:
             yield
@@ -141,7 +142,7 @@ def launches(case: Case, capability: int) -> list[Launch]:
     with compiling(capability, found.append):
         vectors = lookup(
             torch.zeros(num_ids, dtype=torch.int64),
-            torch.arange(num_ids + 1, dtype=case.offsets),
+            None if case.offsets is None else torch.arange(num_ids + 1, dtype=case.offsets),
             torch.ones(num_ids) if case.has_weights else None,
             storages,
         )
@@ -163,7 +164,7 @@ def _storage(rows: int, case: Case, states: int) -> Storage:
     )
 
 
-def _read(name: str, num_programs: int, compiled: Any) -> Launch:
+def _read(name: str, num_programs: int, compiled: Any, constants: Mapping[str, Any]) -> Launch:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -185,6 +186,7 @@ def _read(name: str, num_programs: int, compiled: Any) -> Launch:
         longest_loop=_longest_loop(code),
         loads=_widths(operations, "LDG"),
         stores=_widths(operations, "STG"),
+        constants=constants,
     )
 
 
@@ -205,33 +207,41 @@ def _longest_loop(code: str) -> int:
 
 def modelled_bytes(case: Case, num_ids: int) -> list[int]:
     """Returns the bytes that each launch of a step moves, in the order of the launches; the model is the module's."""
-    row, vector, piece = case.num_columns * case.dtype.itemsize, case.num_columns * 4, case.num_columns * 4 / CHUNK
-    key, large_key, owner, place, offset = 1, 4, 4, 8, 8
-    walk = place + owner + vector  # an id's place among sorted ids, its owner and its gradient
+    row, vector = case.num_columns * case.dtype.itemsize, case.num_columns * 4
+    key, large_key, owner, place, offset = 1, 4, 4, 8, 0 if case.offsets is None else 8
+    slice_ids = ids_of_slice(case.collisions, case.num_columns)
+    assert slice_ids is not None, case.collisions
+    row_sums = case.collisions * vector / slice_ids  # of a slice, for each of its ids
     bytes_of_id = [
         8 + offset + key + large_key + owner,  # write_keys
         offset + key + large_key + row + vector,  # compose
-        walk + key + large_key + row + 2 * piece,  # sum_runs of the small partition
-        key + piece,  # join_runs
-        walk
+        owner + vector + key + large_key + row + row_sums,  # sum_slices, of the small partition
+        place
+        + owner
+        + vector
         + key
         + large_key
         + 2 * row
         + 2 * 4 * num_states(case.optimizer, case.num_columns),  # sum_runs of the large partition, which updates rows
         large_key / 4,  # join_runs
-        0,  # update_rows, of the small partition
+        row_sums,  # add_slices, which updates the small partition
     ]
     return [round(num_ids * each) for each in bytes_of_id]
 
 
 def modelled_instructions(launch: Launch, num_ids: int) -> int:
     """Returns the instructions that warps issue for ``num_ids`` ids, one in a bag; the model is the module's."""
-    walked = CHUNK if launch.kernel == "sum_runs" else 1
-    of_warp = launch.instructions + (walked - 1) * launch.longest_loop
-    programs = launch.num_programs  # of update_rows, as many as the small partition's rows need
-    if launch.kernel != "update_rows":
+    walked, programs, constants = 1, launch.num_programs, launch.constants
+    if launch.kernel == "sum_slices":
+        walked = constants["SLICE"] // constants["LANES"]
+        programs = num_slices(num_ids, Case().num_features, constants["SLICE"])
+    elif launch.kernel == "add_slices":  # a program for each row of the small partition
+        slices = num_slices(num_ids // Case().num_features, 1, constants["SLICE"])
+        walked = num_blocks(slices, constants["LANES"])
+    else:
+        walked = constants.get("CHUNK", 1) if launch.kernel == "sum_runs" else 1
         programs = round(programs * num_ids / (Case().num_features * NUM_BAGS))
-    return of_warp * launch.num_warps * programs
+    return (launch.instructions + (walked - 1) * launch.longest_loop) * launch.num_warps * programs
 
 
 def _widths(operations: Sequence[str], prefix: str) -> Counter[int]:
@@ -252,6 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--capability", type=int, default=90, help="compute capability (90)")
     parser.add_argument("--rows", type=int, default=8192, help="rows of a batch for the model (8192)")
     parser.add_argument("--columns", type=int, nargs="+", default=[16, 128])
+    parser.add_argument("--collisions", type=int, default=4, help="rows of the small partition of a table, at most 252")
     options = parser.parse_args(arguments)
     print(
         "| rows | kernel | registers | spilled | instructions | loads: 128 bits / all | stores: 128 bits / all "
@@ -260,7 +271,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     num_ids = Case().num_features * options.rows
     for dtype in (torch.float32, torch.float16):
         for columns in options.columns:
-            case, totals = Case(num_columns=columns, dtype=dtype), [0.0, 0.0]
+            case = Case(num_columns=columns, dtype=dtype, collisions=options.collisions)
+            totals = [0.0, 0.0]
             found = launches(case, options.capability)
             for launch, num_bytes in zip(found, modelled_bytes(case, num_ids), strict=True):
                 moving = num_bytes / BYTES_PER_US

@@ -29,7 +29,8 @@ from distembed.kernels.layout import BLOCK_IDS, place_bits
 from distembed.kernels.loading import reason_not_compiled, reason_unavailable
 from distembed.kernels.operation import FusedLookup
 from distembed.kernels.tables import MAX_ROWS, OPTIMIZERS, Formula, Storage, TablePart, lanes_for
-from distembed.kernels.triton_lookup import TritonLookup, saved_bytes, update_bytes
+from distembed.kernels.triton_backward import PartitionSizes, saved_bytes, update_bytes
+from distembed.kernels.triton_lookup import TritonLookup
 from distembed.optim.kinds import fused_optimizer_name
 from distembed.sharding.groups.base import Group, LookupRequest
 from distembed.sharding.groups.load import (
@@ -97,7 +98,9 @@ class FusedGroup(Group):
         self, ids: Tensor, weights: Tensor | None, features: KeyedJaggedTensor, storages: Sequence[Storage]
     ) -> Tensor:
         if isinstance(self._lookup, TritonLookup):  # it finds an id's feature by the starts of bags
-            return self._lookup(ids, features.offsets(), weights, storages)
+            has_one_id_each = len(ids) == features.lengths().numel() and self.has_at_most_one_id_each(features)
+            offsets = None if self._pools and has_one_id_each else features.offsets()
+            return self._lookup(ids, offsets, weights, storages)
         assert self._lookup is not None
         if self._pools:
             return self._lookup(ids, features.offsets().long(), weights, storages)
@@ -167,10 +170,13 @@ class FusedGroup(Group):
             num_rows[table] = [partition_rows[part_slice.partition] for part_slice in partitions]
         if device_kind == "cuda":
             stacked = load.replicated_vector_bytes if load.stacks else 0
-            num_keys = [sum(table_rows) for table_rows in zip(*num_rows.values(), strict=True)]
+            sizes = [
+                PartitionSizes(sum(table_rows), max(table_rows), num_columns)
+                for table_rows, num_columns in zip(zip(*num_rows.values(), strict=True), load.dims, strict=True)
+            ]
             # a backward pass holds keys, owners and stacked rows to its end
-            held = saved_bytes(load.num_ids, num_keys) + stacked
-            update = held + update_bytes(load.num_ids, num_keys, load.dims) + load.output_bytes
+            held = saved_bytes(load.num_ids, [own.num_keys for own in sizes]) + stacked
+            update = held + update_bytes(load.num_ids, len(load.slices), sizes) + load.output_bytes
             return LookupMemory(held, forward_bytes=saved, backward_bytes=0, update_bytes=update)
         table_bytes = sorted((_update_bytes(load, num_rows[table], num_ids[table]) for table in num_ids), reverse=True)
         # the gradient of the vectors lives until all rows are updated
@@ -192,8 +198,8 @@ class FusedGroup(Group):
 
     @classmethod
     def launches(cls, load: TableLoad) -> Launches:
-        """Counts a CPU's two passes, or a GPU's kernels, and the operations that find the tables."""
-        return Launches(group=7, partition=0) if load.finds_distinct else Launches(group=8, partition=2)
+        """Counts a CPU's two passes and the operations that find the tables, or a GPU's kernels and a sort."""
+        return Launches(group=7, partition=0) if load.finds_distinct else Launches(group=4, partition=2)
 
 
 def _update_bytes(load: GroupLoad, num_rows: Sequence[int], num_ids: int) -> int:
