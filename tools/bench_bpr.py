@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from bench_commands import run_distembed
+from bench_commands import run_distembed, told
 from rich.console import Console
 from rich.table import Table
 
@@ -152,7 +152,7 @@ def main() -> None:
             contenders = theirs, ours(load_config(None, settings), ranks)
             for epoch in contenders:
                 epoch()
-            turns = [[epoch() for epoch in contenders] for _ in range(options.epochs)]
+            turns = [[epoch() for epoch in contenders] for _ in told(range(options.epochs), "epochs")]
             ratios = sorted(own.rate / recbole.rate for recbole, own in turns)
             first, second = (statistics.median(turn[which].rate for turn in turns) for which in (0, 1))
             cpu_ratio = statistics.median(own.cpu_rate / recbole.cpu_rate for recbole, own in turns)

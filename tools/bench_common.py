@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from bench_commands import CONFIGS
+from bench_commands import CONFIGS, told
 from jaxtyping import Float, Int64
 from torch import Tensor
 from torchrec.distributed.types import ShardingPlan
@@ -149,7 +149,8 @@ def take_turns(
     """
     counts = {name: _steps_a_turn(step, seconds_a_turn, device) for name, step in steps.items()}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(rounds):
+    turns = range(rounds)
+    for _ in told(turns, "rounds") if dist.get_rank() == 0 else turns:
         for name, step in steps.items():
             seconds[name].append(_seconds_a_step(step, counts[name], device))
     return seconds
@@ -218,7 +219,7 @@ def take_turns_in_processes(
         process.start()
         running[name] = process, here
     found = {name: Measured() for name in running}
-    for number in range(num_steps + _WARM_UP):
+    for number in told(range(num_steps + _WARM_UP), "steps"):
         for name, (_, pipe) in running.items():
             pipe.send(True)
             taken = pipe.recv()

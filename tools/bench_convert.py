@@ -29,7 +29,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from bench_commands import CONFIGS, bench_parser, read_lines, write_output
+from bench_commands import CONFIGS, bench_parser, read_lines, told, write_output
 from bench_common import evaluate_run, train_sample
 from rich.console import Console
 from rich.table import Table
@@ -137,7 +137,7 @@ def compare(datasets: Datasets, options: argparse.Namespace, ranks: Ranks) -> li
     num_rows = Manifest.load(str(datasets.whole)).split("train").num_rows
     tenth = round(num_rows / load_config(CONFIGS / "criteo_sample.yaml").train.batch_size / 10)
     later_rates = LATER[options.tenth] if options.later is None else options.later
-    for seed in range(options.seeds):
+    for seed in told(range(options.seeds), "seeds"):
         with tempfile.TemporaryDirectory() as name:
             folder, own_seed = Path(name), f"train.seed={seed}"
             with stock_collections():

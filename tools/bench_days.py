@@ -20,12 +20,13 @@ stream                  all rows once; each is scored before it is trained, so a
 import argparse
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from bench_commands import bench_parser, mean_and_deviation, read_lines, write_output
+from bench_commands import bench_parser, kept_rows, mean_and_deviation, read_lines, write_output
 from bench_common import evaluate_run, train_sample
 from rich.console import Console
 from rich.table import Table
@@ -116,14 +117,14 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    by_seed: list[Scores] = []
     with tempfile.TemporaryDirectory() as name, process_group("cpu") as ranks:
         files = write_days(options.rows, Path(name) / "raw", options.days)
         days = Days(files, Path(name), options.hash_size)
-        for seed in range(options.seeds):
-            with tempfile.TemporaryDirectory() as runs:
-                by_seed.append(train_days(days, options.days, options, seed, Path(runs), ranks))
-            print(f"seed {seed}: {by_seed[-1]}", flush=True)
+        measures = {
+            f"seed {seed}": partial(train_days, days, options.days, options, seed, Path(name) / f"runs-{seed}", ranks)
+            for seed in range(options.seeds)
+        }
+        by_seed: list[Scores] = [*kept_rows(options, measures).values()]
     table = Table("AUC of", *(f"day {day + 1}" for day in range(1, options.days)), "mean", "logloss, mean")
     for way in by_seed[0]:
         scores = np.array([seed[way] for seed in by_seed])  # [seeds, days, 2]

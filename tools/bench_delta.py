@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_commands import bench_parser, write_output
+from bench_commands import bench_parser, told, write_output
 
 from distembed.serving.export.export_delta import export_delta
 from distembed.serving.export.export_run import ExportOptions, export_run
@@ -49,7 +49,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.run.parent) as temporary:
         for precision in PRECISIONS:
             export_run(base, Path(temporary) / precision / "1", ExportOptions(precision=precision))
-        for number in range(options.rounds):
+        for number in told(range(options.rounds), "rounds"):
             for precision in PRECISIONS:
                 output = Path(temporary) / f"{number}" / precision
                 since = Path(temporary) / precision / "1"

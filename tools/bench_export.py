@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from bench_commands import CONFIGS, bench_parser, write_output
+from bench_commands import CONFIGS, bench_parser, told, write_output
 from bench_common import surroundings, train_quietly
 from numpy.typing import NDArray
 from rich.console import Console
@@ -135,7 +135,7 @@ def speed(run: TrainedRun, manifest: ExportManifest, program: Program, batch_siz
 def measure(dataset: Path, options: argparse.Namespace, ranks: Ranks) -> list[Row]:
     """Trains and exports with each seed."""
     rows = [Row(model, precision) for model in MODELS if options.only in model for precision in PRECISIONS]
-    for seed in range(options.seeds):
+    for seed in told(range(options.seeds), "seeds"):
         with tempfile.TemporaryDirectory() as name:
             for model in dict.fromkeys(row.model for row in rows):
                 folder = Path(name) / model.replace(" ", "-").replace(",", "")

@@ -8,6 +8,7 @@
 import json
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
-from bench_commands import bench_parser, timed_command, write_output
+from bench_commands import bench_parser, kept_rows, timed_command, write_output
 from rich.console import Console
 from rich.table import Table
 
@@ -60,7 +61,8 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         write_edges(Path(folder), options.edges, options.ids)
-        results = [measure(Path(folder), name, options.ids) for name in INPUTS]
+        measures = {name: partial(measure, Path(folder), name, options.ids) for name in INPUTS}
+        results = [*kept_rows(options, measures).values()]
     table = Table("input", "stored", "seconds", "peak memory")
     for result in results:
         stored, memory = f"{result['num_edges_stored']:,}", f"{result['peak_bytes'] / 1e9:.2f} GB"

@@ -22,11 +22,12 @@ import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from bench_commands import bench_parser, read_lines, write_output
+from bench_commands import bench_parser, kept_rows, read_lines, write_output
 from bench_common import evaluate_run, train_sample
 from rich.console import Console
 from rich.table import Table
@@ -132,20 +133,32 @@ def evaluate(run: Path, dataset: Path, ranks: Ranks) -> tuple[float, float]:
     return metrics["logloss"], metrics["auc"]
 
 
+def train_seed(scheme: str, seed: int, days: Days, later: Sequence[str], ranks: Ranks) -> dict[str, Any]:
+    """Trains a scheme with a seed, by day and at once; returns both evaluations and the numbers of the tables."""
+    settings = [*SCHEMES[scheme], f"train.seed={seed}"]
+    with tempfile.TemporaryDirectory() as name:
+        last = train_by_day(settings, later, days, Path(name), ranks)
+        whole = train_sample([*settings, *same_buckets(last)], days.at_once, Path(name) / "at-once", ranks)
+        return {
+            "by_day": evaluate(last, days.after, ranks),
+            "at_once": evaluate(whole, days.after_at_once, ranks),
+            "parameters": [table_parameters(last), table_parameters(whole)],
+        }
+
+
 def train_schemes(days: Days, options: argparse.Namespace, ranks: Ranks) -> Iterator[Row]:
     """Trains every scheme with each seed, by day and at once."""
-    for scheme in (name for name in SCHEMES if options.only in name):
-        row = Row(scheme)
-        for seed in range(options.seeds):
-            settings = [*SCHEMES[scheme], f"train.seed={seed}"]
-            with tempfile.TemporaryDirectory() as name:
-                last = train_by_day(settings, options.later, days, Path(name), ranks)
-                row.by_day.append(evaluate(last, days.after, ranks))
-                whole = train_sample([*settings, *same_buckets(last)], days.at_once, Path(name) / "at-once", ranks)
-                row.at_once.append(evaluate(whole, days.after_at_once, ranks))
-                row.parameters = table_parameters(last), table_parameters(whole)
-            print(f"{scheme}, seed {seed}: by day {row.by_day[-1]}, at once {row.at_once[-1]}", flush=True)
-        yield row
+    schemes, seeds = [name for name in SCHEMES if options.only in name], range(options.seeds)
+    measures = {
+        f"{scheme}, seed {seed}": partial(train_seed, scheme, seed, days, options.later, ranks)
+        for scheme in schemes
+        for seed in seeds
+    }
+    found = kept_rows(options, measures)
+    for scheme in schemes:
+        runs = [found[f"{scheme}, seed {seed}"] for seed in seeds]
+        by_day, at_once = ([run[key] for run in runs] for key in ("by_day", "at_once"))
+        yield Row(scheme, runs[-1]["parameters"], by_day, at_once)
 
 
 def mean_and_deviation(values: Sequence[float]) -> str:

@@ -18,19 +18,21 @@ import gzip
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
-from bench_commands import CONFIGS, bench_parser, mean_and_deviation, run_distembed, write_output
+from bench_commands import CONFIGS, bench_parser, kept_rows, mean_and_deviation, run_distembed, write_output
 from bench_common import evaluate_run, train_quietly
 from rich.console import Console
 from rich.table import Table
 
-from distembed.base.ranks import process_group
+from distembed.base.ranks import Ranks, process_group
 from distembed.training.config import load_config
 
 MAX_LENGTH = 30
@@ -136,6 +138,16 @@ def prepare(clicks: Clicks, folder: Path) -> dict[bool, Path]:
     return datasets
 
 
+def train(settings: Sequence[str], run: Path, dataset: Path, split: str, ranks: Ranks) -> dict[str, float]:
+    """Trains with settings, and returns the metrics of a split and the seconds of training."""
+    splits = ["data.validation=null", "data.test=null"]
+    started = time.perf_counter()
+    train_quietly(load_config(CONFIGS / "din.yaml", [*settings, *splits]), run, ranks)
+    seconds = time.perf_counter() - started
+    (found,) = evaluate_run(run, dataset, [split], ranks)
+    return {**{key: found[key] for key in ("auc", "logloss")}, "seconds": seconds}
+
+
 def main() -> None:
     """Prepares the clicks, trains each variant with each seed and prints a table."""
     parser = bench_parser(__doc__)
@@ -146,7 +158,7 @@ def main() -> None:
     parser.add_argument("--split", default="test", help="split that is evaluated; settings were chosen on validation")
     parser.add_argument("--set", action="append", default=[], help="a further setting of all variants")
     options = parser.parse_args()
-    results = []
+    measures: dict[str, Callable[[], dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as temporary, process_group("cpu") as ranks:
         for name, read in (("beauty", read_beauty), ("movielens", read_movielens)):
             if (source := getattr(options, name)) is None:
@@ -155,24 +167,20 @@ def main() -> None:
             folder.mkdir()
             clicks = read(source)
             datasets = prepare(clicks, folder)
-            for variant, settings in VARIANTS.items():
+            for variant in VARIANTS:
                 if options.only not in variant or (clicks.times is None and "gaps" in variant):
                     continue
                 dataset = datasets[NO_HISTORY not in variant]
-                metrics = []
                 for seed in range(options.seeds):
                     run = folder / "runs" / f"{variant}-{seed}"
-                    places = [f"data.path={dataset}", "data.validation=null", "data.test=null", f"train.seed={seed}"]
-                    started = time.perf_counter()
-                    train_quietly(load_config(CONFIGS / "din.yaml", [*settings, *places, *options.set]), run, ranks)
-                    seconds = time.perf_counter() - started
-                    (found,) = evaluate_run(run, dataset, [options.split], ranks)
-                    metrics.append({**found, "seconds": seconds})
-                by_metric = {key: [each[key] for each in metrics] for key in ("auc", "logloss", "seconds")}
-                results.append({"dataset": name, "variant": variant, **by_metric})
-                print(
-                    name, variant, *(f"{key} {mean_and_deviation(each)}" for key, each in by_metric.items()), flush=True
-                )
+                    settings = [*VARIANTS[variant], f"data.path={dataset}", f"train.seed={seed}", *options.set]
+                    measures[f"{name}/{variant}/{seed}"] = partial(train, settings, run, dataset, options.split, ranks)
+        rows = kept_rows(options, measures)
+    results: list[dict[str, Any]] = []
+    for (dataset_name, variant), group in groupby(rows, key=lambda title: title.split("/")[:2]):
+        runs = [rows[title] for title in group]
+        by_metric = {key: [run[key] for run in runs] for key in ("auc", "logloss", "seconds")}
+        results.append({"dataset": dataset_name, "variant": variant, **by_metric})
     table = Table("clicks", "variant", f"{options.split} AUC", f"{options.split} logloss", "seconds")
     for row in results:
         numbers = [mean_and_deviation(row["auc"]), mean_and_deviation(row["logloss"])]

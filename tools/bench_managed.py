@@ -17,7 +17,7 @@ from typing import get_args
 
 import numpy as np
 import torch
-from bench_commands import bench_parser, median_ratio, write_output
+from bench_commands import bench_parser, kept_rows, median_ratio, write_output
 from bench_common import NUM_IDS, Step, draw_ids, surroundings, take_turns, trainer_step
 from bench_train import build_ours, draw_batches
 from numpy.typing import NDArray
@@ -116,10 +116,11 @@ def main() -> None:
     every = options.every
     policies = {policy: EvictionConfig(policy, every) for policy in POLICIES}
     policies[f"lfu, half-life {every}"] = EvictionConfig("lfu", every, half_life_steps=every)
-    measured = {
-        f"{name}, {candidates:,}": measure_policy(own, candidates, stream, options.batch_size)
+    measures = {
+        f"{name}, {candidates:,}": partial(measure_policy, own, candidates, stream, options.batch_size)
         for (name, own), candidates in product(policies.items(), NUM_CANDIDATES)
     }
+    measured = kept_rows(options, measures)
     table = Table("policy, candidates", "hit rate", "evicted ids", "bytes", "counted", "evict, ms")
     for policy, own in measured.items():
         counts = (f"{own[key]:,}" for key in ("evictions", "bytes", "counted_bytes"))

@@ -27,6 +27,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
-from bench_commands import bench_parser, write_output
+from bench_commands import bench_parser, kept_rows, write_output
 from bench_common import estimated_step, run_ranks, surroundings
 from rich.console import Console
 from rich.table import Table
@@ -483,7 +484,10 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases whose name contains this text")
     options = parser.parse_args()
     sizes = sorted({(case.nodes * case.ranks_per_node, case.ranks_per_node) for case in _chosen(options)})
-    rows = [row for size in sizes for row in run_ranks(measure_cases, options, *size)]
+    measures = {
+        f"{ranks} ranks, {own} a node": partial(run_ranks, measure_cases, options, ranks, own) for ranks, own in sizes
+    }
+    rows = [row for measured in kept_rows(options, measures).values() for row in measured]
     table = Table("case", "fullest moment", "estimate, MB", "lowest", "highest", "to highest", "close")
     for row in rows:
         sizes_text = [f"{row[name] / 1e6:.1f}" for name in ("estimate", "lowest", "highest")]

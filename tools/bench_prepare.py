@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from bench_commands import Taken, bench_parser, timed_command, write_output
+from bench_commands import Taken, bench_parser, timed_command, told, write_output
 from rich.console import Console
 from rich.table import Table
 
@@ -128,7 +128,7 @@ def main() -> None:
         folder = Path(name)
         make_inputs(folder, options.rows)
         own: dict[str, list[tuple[int, list[float]]]] = {}
-        for turn in range(options.rounds):
+        for turn in told(range(options.rounds), "rounds"):
             for contender in timings:
                 timings[contender].append(timed(contender, folder, folder / "output"))
                 if turn == 0:

@@ -17,10 +17,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench_commands import bench_parser, write_output
+from bench_commands import bench_parser, kept_rows, write_output
 from rich.console import Console
 from rich.table import Table
 
@@ -96,23 +97,27 @@ def main() -> None:
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="numbers of threads (default 1 2)")
     arguments = parser.parse_args()
     table = Table("limit", "threads", "peak MB", "of the limit", "by stage, MB", "processor s")
-    results = []
     with tempfile.TemporaryDirectory() as folder:
         source = arguments.input or Path(folder) / "rows.tsv"
         if arguments.input is None:
             command = [sys.executable, "-m", "distembed", "synthesize", str(source), "--rows", str(arguments.rows)]
             subprocess.run(command, check=True)
+        measures = {
+            f"{limit}, {threads} threads": partial(measure, source, Path(folder) / "dataset", limit, threads)
+            for limit in arguments.limits
+            for threads in arguments.threads
+        }
+        results = kept_rows(arguments, measures)
         for limit in arguments.limits:
             for threads in arguments.threads:
-                found = measure(source, Path(folder) / "dataset", limit, threads)
-                results.append(found)
+                found = results[f"{limit}, {threads} threads"]
                 stages = ", ".join(f"{name} {peak / 1e6:.0f}" for name, peak in found["peak_bytes_by_stage"].items())
                 share = found["peak_bytes"] / found["limit_bytes"]
                 peak = f"{found['peak_bytes'] / 1e6:,.0f}"
                 used = f"{found['processor_seconds']:.1f}"
                 table.add_row(limit, str(threads), peak, f"{share:.0%}", stages, used)
     Console(width=140).print(table)
-    write_output(arguments, results)
+    write_output(arguments, [*results.values()])
 
 
 if __name__ == "__main__":

@@ -23,13 +23,20 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow.parquet as pq
-from bench_commands import CONFIGS, bench_parser, deviation, mean_and_deviation, run_distembed, write_output
+from bench_commands import (
+    CONFIGS,
+    bench_parser,
+    deviation,
+    kept_rows,
+    mean_and_deviation,
+    run_distembed,
+    write_output,
+)
 from rich.console import Console
 from rich.table import Table
 
@@ -194,19 +201,22 @@ def main() -> None:
     parser.add_argument("--only", default="", help="variants whose name matches this pattern")
     parser.add_argument("--search", type=int, metavar="TRIALS", help="look for settings instead")
     options = parser.parse_args()
-    rows = []
     with tempfile.TemporaryDirectory() as folder:
         dataset = Path(folder) / "dataset"
         names = [name for name in VARIANTS if re.search(options.only, name)]
         run_distembed("prepare", "criteo", *options.tsv, "--output", dataset)
-        with ThreadPoolExecutor(options.jobs) as pool:
+        if options.search is not None:
             for number, variant in enumerate(names):
-                if options.search is not None:
-                    search(variant, dataset, Path(folder) / f"search-{number}", options.search)
-                    continue
-                train_seed = partial(train, variant, dataset, Path(folder) / f"runs-{number}")
-                runs = list(pool.map(train_seed, range(options.seeds)))
-                rows.append(summarise(variant, runs))
+                search(variant, dataset, Path(folder) / f"search-{number}", options.search)
+            return
+        seeds = range(options.seeds)
+        measures = {
+            f"{variant}, seed {seed}": partial(train, variant, dataset, Path(folder) / f"runs-{number}", seed)
+            for number, variant in enumerate(names)
+            for seed in seeds
+        }
+        runs = kept_rows(options, measures, options.jobs)
+    rows = [summarise(variant, [runs[f"{variant}, seed {seed}"] for seed in seeds]) for variant in names]
     table = Table("variant", "parameters", "in tables", "bytes", "samples/s", "test AUC", "test logloss")
     for row in rows:
         metrics = map(mean_and_deviation, (row["auc_of_seed"], row["logloss_of_seed"]))

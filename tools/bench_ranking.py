@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from bench_commands import told
 from bench_common import surroundings
 from rich.console import Console
 from rich.table import Table
@@ -109,7 +110,7 @@ def main() -> None:
     table = Table("what", "ours, CPU ms", "peer, CPU ms", "peer / ours", box=None)
     cases = [(f"rank {q:,} queries among {n:,}", rankings, (q, n, d)) for q, n, d in RANKINGS]
     cases += [(f"draw {b:,} of {n:,}, {p:,} pairs", draws, (u, n, p, b)) for u, n, p, b in DRAWS]
-    for name, make, sizes in cases:
+    for name, make, sizes in told(cases, "cases"):
         runs = make(*sizes)
         times = [[cpu_seconds(run) for run in runs] for _ in range(options.repeats + 1)][1:]  # the first one warms up
         ours, peers = (1e3 * statistics.median(each) for each in zip(*times, strict=True))

@@ -23,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
-from bench_commands import bench_parser, timed_command, write_output
+from bench_commands import bench_parser, timed_command, told, write_output
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
@@ -103,7 +103,7 @@ def main() -> None:
             file, run = folder / f"{contender}.yaml", folder / contender
             file.write_text(yaml.safe_dump(config(buckets, **user)))
             commands[contender] = [*program, "train", str(file), f"data.path={dataset}", "--run-dir", str(run)]
-        for label, command in commands.items():
+        for label, command in told([*commands.items()], "commands"):
             taken = timed_command(command)
             file = folder / label / "evaluation.json"
             scores = json.loads(file.read_text()) if file.exists() else {}

@@ -16,12 +16,13 @@ import argparse
 import dataclasses
 import statistics
 from collections.abc import Callable
+from functools import partial
 from itertools import cycle
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_commands import bench_parser, median_ratio, write_output
+from bench_commands import bench_parser, kept_rows, median_ratio, write_output
 from bench_common import (
     COLLISIONS,
     DIM,
@@ -225,7 +226,11 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--profile", action="store_true", help="print the operators that take each contender's time")
     options = parser.parse_args()
-    results = [run_ranks(measure, options, world_size, device=options.device) for world_size in options.ranks]
+    measures = {
+        f"{world_size} ranks": partial(run_ranks, measure, options, world_size, device=options.device)
+        for world_size in options.ranks
+    }
+    results = [*kept_rows(options, measures).values()]
     rows = [row for result in results for row in result["rows"]]
     table = Table("part", "ranks", "bag", "contender", "ms", f"to {BASELINE}")
     for row in rows:

@@ -23,7 +23,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
-from bench_commands import CONFIGS, bench_parser, timed_command, write_output
+from bench_commands import CONFIGS, bench_parser, timed_command, told, write_output
 from confluent_kafka import Producer
 from rich.console import Console
 from rich.table import Table
@@ -141,14 +141,13 @@ def measure(num_rows: int, repeats: int, folder: Path) -> dict[str, dict[str, fl
             f"ranks_{ranks}": max(train(None, dataset, num_rows, ranks) for _ in range(repeats)) for ranks in RANKS
         }
     }
-    for kind in KINDS:
+    for kind in told(KINDS, "sources"):
         num_kept = min(num_rows, MOST_MESSAGES) if kind == "kafka" else num_rows
         with written_source(kind, rows[:num_kept], folder) as source:
             decoded = [decode(source, dataset, num_kept) for _ in range(repeats)]
             results[kind] = {name: max(one[name] for one in decoded) for name in decoded[0]}
             for ranks in RANKS:
                 results[kind][f"ranks_{ranks}"] = max(train(source, dataset, num_kept, ranks) for _ in range(repeats))
-        print(kind, results[kind], file=sys.stderr)
     return results
 
 
