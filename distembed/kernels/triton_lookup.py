@@ -61,7 +61,8 @@ class TritonLookup:
             None if offsets is None else as_operand(offsets, ids.device, *INTEGERS),
             None if weights is None else as_operand(weights.float(), ids.device, torch.float32),
         )
-        return _Fused.apply(step, placeholder, *batch, *all_weights)  # type: ignore[no-untyped-call]
+        with torch.cuda.device_of(ids):  # Triton launches on the current device
+            return _Fused.apply(step, placeholder, *batch, *all_weights)  # type: ignore[no-untyped-call]
 
     @property
     def formula(self) -> Formula:
@@ -190,7 +191,9 @@ class _Fused(torch.autograd.Function):
         batch, lookup = TritonBatch(tuple(keys), id_weights, step.rows, (owners, feature_starts)), step.lookup
         if lookup.formula.needs_rows:
             lookup.updates.require(step.updates, step.storages)
-        return None, None, None, None, None, *lookup.update(batch, step.storages, gradient.float().contiguous())
+        with torch.cuda.device_of(gradient):
+            weight_gradients = lookup.update(batch, step.storages, gradient.float().contiguous())
+        return None, None, None, None, None, *weight_gradients
 
 
 def _rows(storage: Storage) -> Tensor:

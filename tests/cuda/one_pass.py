@@ -45,6 +45,21 @@ class StandInStorage(StandInTables):
         self.iter = torch.empty(1, dtype=torch.int64, device=self.device)
 
 
+class DeviceOf:
+    """Stands for ``torch.cuda.device_of``: the device of a tensor is the current one within the block."""
+
+    num_entered = 0
+
+    def __init__(self, tensor: Tensor) -> None:
+        assert tensor.device.type == "cuda"
+
+    def __enter__(self) -> None:
+        DeviceOf.num_entered += 1
+
+    def __exit__(self, *error: object) -> None:
+        DeviceOf.num_entered -= 1
+
+
 class StandInKernel:
     """Stands for a kernel of Triton's: refuses tensors elsewhere, or with gaps, and counts its launches."""
 
@@ -57,6 +72,8 @@ class StandInKernel:
         def launch(*arguments: Any, **constants: Any) -> None:
             if not isinstance(num_programs, int) or num_programs < 1:
                 raise Refused(f"{self._name} is launched for {num_programs} programs; {origin_module()}")
+            if DeviceOf.num_entered == 0:
+                raise Refused(f"{self._name} is launched on whichever device is the current one; {origin_module()}")
             for own in arguments:
                 for tensor in own if isinstance(own, tuple) else (own,):
                     if isinstance(tensor, Tensor) and tensor.device.type != "cuda":
@@ -82,6 +99,7 @@ def one_pass(launched: "Counter[str]") -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DISTEMBED_CHECK_ROWS", "0")  # as in training: the check waits for the device
         patch.setattr(triton_tables, "triton_kernels", lambda: kernels)
+        patch.setattr(torch.cuda, "device_of", DeviceOf)
         patch.setattr(fused, "SplitTableBatchedEmbeddingBagsCodegen", StandInStorage)
         patch.setattr("tests.cuda.stand_ins.StandInTables", StandInStorage)
         patch.setattr(batched_embedding_kernel, "SplitTableBatchedEmbeddingBagsCodegen", StandInStorage)

@@ -4,10 +4,11 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from fbgemm_gpu.split_embedding_configs import SparseType
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import ComputeDevice, EmbeddingLocation
 
-from distembed.sharding.groups.fused import FusedGroup, reason_against_settings, reason_not_fused
+from distembed.sharding.groups.fused import FusedGroup, _storage, reason_against_settings, reason_not_fused
 from distembed.sharding.table_slice import slice_table
 from tests.cuda.must_wait import WAITS
 from tests.cuda.one_pass import StandInStorage, one_pass
@@ -16,7 +17,7 @@ from tests.cuda.rehearsal import Cell, rehearsed
 
 FUSED = (("kernel", "fused"),)
 DEVICE, MANAGED = EmbeddingLocation.DEVICE, EmbeddingLocation.MANAGED
-MANAGED_CACHING = EmbeddingLocation.MANAGED_CACHING
+MANAGED_CACHING, ROW_WISE = EmbeddingLocation.MANAGED_CACHING, EmbOptimType.EXACT_ROWWISE_ADAGRAD
 
 
 def slow(*arguments: object) -> Any:
@@ -84,6 +85,21 @@ def test_what_the_kernels_do_not_read_is_refused_by_name(
         tables = StandInStorage([(10, 8, place, ComputeDevice.CUDA) for place in places], weights_precision=precision)
         found = reason_against_settings([tables])
     assert found is None if reason is None else reason in str(found)
+
+
+@pytest.mark.parametrize(("optimizer", "states"), [(EmbOptimType.EXACT_ADAGRAD, "uvm"), (ROW_WISE, "dev")])
+def test_rows_in_host_memory_have_their_states_there_but_for_states_of_rows(
+    optimizer: EmbOptimType, states: str
+) -> None:
+    """As :func:`fbgemm_gpu.split_table_batched_embeddings_ops_training.construct_split_state` places them."""
+    with one_pass(Counter()), pretend_cuda():
+        tables = StandInStorage([(10, 8, MANAGED, ComputeDevice.CUDA)], optimizer=optimizer)
+        tables.weights_uvm, tables.weights_dev = tables.weights_dev, torch.empty(0)
+        tables.momentum1_uvm = torch.empty(0)
+        if states == "uvm":
+            tables.momentum1_uvm, tables.momentum1_dev = tables.momentum1_dev, torch.empty(0)
+        storage = _storage(tables, False, None)
+    assert storage.weights[0] is tables.weights_uvm and storage.states is getattr(tables, f"momentum1_{states}")
 
 
 @pytest.mark.parametrize(("kernel", "is_read"), [("fused", True), ("fused_uvm", True), ("fused_uvm_caching", False)])

@@ -82,3 +82,13 @@ def test_kernels_move_rows_by_16_bytes_and_leave_room_for_many_threads(capabilit
             loads, stores = row_accesses(case, launch, later=not updates)
             assert launch.loads[128] >= loads, launch
             assert launch.stores[128] >= stores, launch
+
+
+@pytest.mark.slow
+def test_rows_that_begin_anywhere_are_read_number_by_number() -> None:
+    aligned, anywhere = (
+        {launch.kernel: launch for launch in launches(Case(is_aligned=own), 90)} for own in (True, False)
+    )
+    assert aligned["compose"].loads[128] > anywhere["compose"].loads[128] == 0
+    for kernel in ("sum_slices", "sum_runs"):  # gradients are aligned all the same
+        assert aligned[kernel].loads[128] > anywhere[kernel].loads[128] > 0

@@ -315,6 +315,51 @@ def test_rows_begin_at_multiples_that_divide_every_start(
     assert tables.state_multiples == (min(expected, 4),)
 
 
+def lookups_before_backward_passes(is_product: bool) -> tuple[list[torch.Tensor], list[str]]:
+    """Looks two batches up before either goes back; returns the rows and what was refused."""
+    storages = [Storage([torch.ones(rows * 8)], "sgd", None, 1.0) for rows in (25, 4)]
+    parts = [TablePart(digit, 0, rows) for digit, rows in zip(QUOTIENT_REMAINDER.digits, (25, 4), strict=True)]
+    lookup, said = TritonLookup(Formula([range(8)] * 2, is_product, True), [parts], [1], storages), []
+    for outputs in [lookup(torch.tensor([0, 26]), None, None, storages) for _ in range(2)]:
+        try:
+            outputs.sum().backward()
+        except UserError as error:
+            said.append(str(error))
+    return [storage.weights[0].view(-1, 8)[:3, 0] for storage in storages], said
+
+
+@pytest.mark.parametrize(("is_product", "left"), [(False, -1.0), (True, 0.0)])
+def test_a_second_lookup_before_the_backward_pass_of_the_first(run: Run, is_product: bool, left: float) -> None:
+    """Sums go back through both; gradients of the second product depend on rows that the first has updated."""
+    rows, said = run(lookups_before_backward_passes, is_product)
+    assert [own.tolist() for own in rows] == [[left, left, 1.0]] * 2
+    assert len(said) == is_product and all("kernel='fbgemm'" in own for own in said)
+
+
+@pytest.mark.parametrize("batch", ["no_ids", "no_bags"])
+@pytest.mark.parametrize("num_rows", ROWS)
+def test_batches_without_ids_change_no_row(run: Run, batch: str, num_rows: int) -> None:
+    run(steps, Case(tables_of(2, num_rows), [range(8)] * 2, True, ["adagrad", None], [False] * 2, batch))
+
+
+def numbers_of_bags_of_one(offsets: torch.Tensor | None, trains: bool) -> list[torch.Tensor | None]:
+    """Outputs, and gradients where it trains."""
+    torch.manual_seed(1)
+    lookup, storages = product_of_two(None)
+    with torch.set_grad_enabled(trains):
+        outputs = lookup(torch.arange(0, 100, 3), offsets, None, storages)
+    if trains:
+        outputs.backward(torch.rand(34, 8))
+    return [outputs.detach(), *[storage.weights[0].grad for storage in storages if trains]]
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_bags_of_one_id_need_no_offsets(run: Run, trains: bool) -> None:
+    both = (run(numbers_of_bags_of_one, offsets, trains) for offsets in (None, torch.arange(35)))
+    for without, with_offsets in zip(*both, strict=True):
+        assert torch.equal(without, with_offsets)
+
+
 def refusals_of_changed_rows() -> list[str]:
     """What a second backward pass says when the first has updated rows, and a first one when an optimizer has."""
     said = []

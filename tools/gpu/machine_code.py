@@ -51,6 +51,7 @@ class Case:
     num_features: int = 26
     collisions: int = 4
     offsets: torch.dtype | None = None  # None: each bag has one id, and no offsets are given
+    is_aligned: bool = True  # whether rows begin at a multiple of 16 bytes in memory
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ def _storage(rows: int, case: Case, states: int) -> Storage:
     if case.optimizer is None:
         return Storage([zeros(rows, case.num_columns) for _ in range(case.num_features)])
     return Storage(
-        [zeros(case.num_features * rows * case.num_columns)],
+        [zeros(case.num_features * rows * case.num_columns + 1)[0 if case.is_aligned else 1 :]],
         case.optimizer,
         torch.zeros(case.num_features * rows * states),
         rounding_seed=(lambda: 7) if case.dtype == torch.float16 else None,
