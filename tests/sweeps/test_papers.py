@@ -179,6 +179,34 @@ def test_a_dataset_is_prepared_once_and_its_files_are_checked(tmp_path: Path) ->
     assert len(said) == 2
 
 
+def write_example(folder: Path) -> Path:
+    """The item that the guide shows, in a folder of papers beside the configs that it names."""
+    (example,) = re.findall(r"^```yaml\n(.*?)^```", (PAPERS / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    (folder / "papers" / "mine").mkdir(parents=True)
+    shutil.copy(PAPERS.parent / "criteo_sample.yaml", folder)
+    shutil.copy(PAPERS / "datasets.yaml", folder / "papers")
+    (folder / "papers" / "mine" / "sizes.yaml").write_text(example)
+    (folder / "papers" / "mine" / "paper.yaml").write_text("{title: Mine, url: none}")
+    return folder / "papers"
+
+
+def test_the_item_of_the_guide_is_valid(tmp_path: Path) -> None:
+    papers = write_example(tmp_path)
+    item = load_item("mine/sizes", papers)
+    configs = [variant_config(item, papers / "mine" / "sizes.yaml", name, tmp_path, 0) for name in item.variants]
+    assert [config.embedding.default.collisions for config in configs[1:]] == [4, 60]
+
+
+@pytest.mark.slow
+def test_the_item_of_the_guide_runs(criteo_sample: Path, tmp_path: Path) -> None:
+    papers, runs = write_example(tmp_path), tmp_path / "runs"
+    options = ["--papers", papers, "--data", criteo_sample.parent, "--run-dir", runs, "--seeds", 1]
+    call("reproduce", "mine/sizes", *options)
+    rows = json.loads((runs / "mine" / "sizes" / "results.json").read_text())
+    full, hashed, smallest = ((row["parameters_in_tables"], row["auc"][0]) for row in rows)
+    assert full[0] > hashed[0] > smallest[0] and full[1] > smallest[1] > 0.74
+
+
 def test_the_command_lists_all_and_asks_for_a_name() -> None:
     listed = call("reproduce", "--list")
     assert all(f"{name}  {load_item(name).title}" in listed for name in OWN)
