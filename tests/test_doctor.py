@@ -210,6 +210,10 @@ def test_the_cuda_members_are_not_blamed_for_a_machine_without_a_driver(library:
         ("import no_such_module", "No module named 'no_such_module'"),
         ("import os; os.abort()", "signal 6"),
         ("import sys; sys.exit(3)", "exit code 3"),
+        (
+            "try: open('none.so')\nexcept OSError as error: raise OSError('broken') from error",
+            "OSError: broken (FileNot",
+        ),
     ],
 )
 def test_a_member_that_fails_to_load_is_reported_and_not_fatal(program: str, error: str) -> None:

@@ -7,6 +7,7 @@ end its process instead of raising.
 import importlib.metadata
 import json
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -160,7 +161,10 @@ def run_load_program(program: str) -> LoadResult:
     if process.returncode < 0:
         return LoadResult({}, f"the process was ended by signal {-process.returncode}")
     if process.returncode > 0:
-        return LoadResult({}, (process.stderr.strip().splitlines() or [f"exit code {process.returncode}"])[-1])
+        last_line = (process.stderr.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
+        # the first error of a chain of exceptions has caused the others
+        cause = re.search(r"^[\w.]+(?:Error|Exception): .*", process.stderr, re.MULTILINE)
+        return LoadResult({}, last_line if cause is None or cause[0] == last_line else f"{last_line} ({cause[0]})")
     return LoadResult(json.loads(process.stdout.strip().splitlines()[-1]))
 
 
