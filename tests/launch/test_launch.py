@@ -102,7 +102,8 @@ def test_refusals_and_dry_runs_submit_nothing(here: MiniSlurm, config: Path) -> 
 
 def undisturbed(config: Path, *overrides: str) -> dict[str, Any]:
     """Metrics of the same training on two ranks of one machine, without Slurm and without interruption."""
-    run_directly("train", config, "train.checkpoint_every=0", *overrides, "--run-dir", "undisturbed", ranks=2)
+    folder = Path("undisturbed").absolute()  # the processes that are kept for commands have another current folder
+    run_directly("train", config, "train.checkpoint_every=0", *overrides, "--run-dir", folder, ranks=2)
     return metrics_of("undisturbed")
 
 
