@@ -75,3 +75,24 @@ def place_bits(num_rows: int, num_ids: int) -> int:
 
 
 SGD, ADAGRAD, ROW_WISE_ADAGRAD = range(3)
+
+
+# the job of dot products (``dots``): addresses and sizes of the rows' dense vectors, if there are any, and of features'
+DENSE = 0  # float32 [rows, DIM]; 0 for none
+FEATURE_VECTORS = 1  # float32 [rows, NUM_FEATURE_VECTORS, DIM]
+NUM_FEATURE_VECTORS = 2
+DIM = 3
+OUTPUTS = 4  # [rows, OUTPUT_WIDTH], or their gradients
+OUTPUT_WIDTH = 5  # a multiple of DOTS_ALIGNMENT
+IS_BF16 = 6  # whether outputs are bf16, else float32
+DENSE_GRADIENTS = 7  # as DENSE
+VECTOR_GRADIENTS = 8  # as FEATURE_VECTORS
+DOTS_FIELDS = 9
+
+DOTS_ALIGNMENT = 16
+
+
+def dots_scratch(num_vectors: int, dim: int, output_width: int) -> int:
+    """Returns the float32 numbers that dot products of this many vectors, the dense one included, need as scratch."""
+    height, padded_dim = (-(-count // DOTS_ALIGNMENT) * DOTS_ALIGNMENT for count in (num_vectors, dim))
+    return 2 * height * padded_dim + height**2 + output_width + 3 * DOTS_ALIGNMENT

@@ -44,6 +44,13 @@ class Kernels(NamedTuple):
     update: Callable[[int, int, int, int, int], int]
 
 
+class Dots(NamedTuple):
+    """The kernels of pairs' dot products, compiled; both take ``(job, first_row, end_row, scratch)``."""
+
+    multiply: Callable[[int, int, int, int], int]
+    gradients: Callable[[int, int, int, int], int]
+
+
 @cache
 def reason_unavailable() -> str | None:
     """Returns why the kernels are unavailable here, in a sentence with a remedy; None where they are available."""
@@ -97,6 +104,24 @@ def load_kernels(lanes: int) -> Kernels:
         for kernel, num_arguments in ((compose, 4), (update, 5)):
             _compile(kernel, "(" + ", ".join(["int64"] * num_arguments) + ")")
     return Kernels(compose, update)
+
+
+@cache
+def load_dots() -> Dots | None:
+    """Returns the kernels of dot products; None where they cannot be compiled, and then logs why, as a warning."""
+    reason = reason_unavailable()
+    if reason is None:
+        dots = import_module("distembed.kernels.dots")
+        kernels = Dots(dots.multiply_pairs, dots.gradients_of_pairs)
+        try:
+            with _one_at_a_time(), _optimised_once():
+                for kernel in kernels:
+                    _compile(kernel, "(int64, int64, int64, int64)")
+            return kernels
+        except Exception as error:  # whatever a compiler may raise, torch can multiply without it
+            reason = f"{type(error).__name__}: {error}"
+    _log.warning("The kernels of dot products cannot be compiled (%s).", reason)
+    return None
 
 
 @cache

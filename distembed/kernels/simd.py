@@ -22,7 +22,7 @@ from numba.extending import intrinsic, overload, register_model
 
 _intrinsic: Any = intrinsic  # as Any: kernels call an intrinsic without its first argument, which mypy would miss
 
-_FLOAT, _HALF, _LONG, _INT = ir.FloatType(), ir.HalfType(), ir.IntType(64), ir.IntType(32)
+_FLOAT, _HALF, _LONG, _INT, _SHORT = ir.FloatType(), ir.HalfType(), ir.IntType(64), ir.IntType(32), ir.IntType(16)
 
 
 class Floats(types.Type):
@@ -102,6 +102,73 @@ def store_half(typing_context: Any, address: Any, vector: Any) -> Any:
             builder.fptrunc(value, halves), _pointer(builder, start, halves), align=2
         ),
     )
+
+
+@_intrinsic
+def load_bf16(typing_context: Any, address: Any, like: Any) -> Any:
+    """Loads bf16 numbers, the upper halves of float32, as a float32 vector with as many lanes as ``like``."""
+    shorts, integers = (ir.VectorType(kind, like.lanes) for kind in (_SHORT, _INT))
+
+    def build(builder: Any, start: Any, _: Any) -> Any:
+        halves = builder.load(_pointer(builder, start, shorts), align=2)
+        shift = ir.Constant(integers, [16] * like.lanes)
+        return builder.bitcast(builder.shl(builder.zext(halves, integers), shift), like.llvm)
+
+    return _typed(like(types.int64, like), build)
+
+
+@_intrinsic
+def store_bf16(typing_context: Any, address: Any, vector: Any) -> Any:
+    """Writes a vector as bf16 at an address, rounded to the nearest; of two as near, to the even one."""
+    shorts, integers = (ir.VectorType(kind, vector.lanes) for kind in (_SHORT, _INT))
+
+    def build(builder: Any, start: Any, value: Any) -> Any:
+        def all_lanes(number: int) -> Any:
+            return ir.Constant(integers, [number] * vector.lanes)
+
+        bits = builder.bitcast(value, integers)
+        is_odd = builder.and_(builder.lshr(bits, all_lanes(16)), all_lanes(1))
+        rounded = builder.add(builder.add(bits, is_odd), all_lanes(0x7FFF))
+        # rounding might carry a NaN's bits into the exponent
+        rounded = builder.select(builder.fcmp_unordered("uno", value, value), all_lanes(0x7FC00000), rounded)
+        halves = builder.trunc(builder.lshr(rounded, all_lanes(16)), shorts)
+        return builder.store(halves, _pointer(builder, start, shorts), align=2)
+
+    return _typed(types.void(types.int64, vector), build)
+
+
+@_intrinsic
+def transpose(typing_context: Any, source: Any, source_stride: Any, target: Any, target_stride: Any, like: Any) -> Any:
+    """Writes a square block of float32, with the lanes of ``like`` as rows and columns, transposed to ``target``.
+
+    Strides are bytes from row to row.
+    """
+    lanes = range(like.lanes)
+
+    def build(builder: Any, source: Any, source_stride: Any, target: Any, target_stride: Any, _: Any) -> Any:
+        def place(start: Any, stride: Any, row: int) -> Any:
+            return _pointer(builder, builder.add(start, builder.mul(stride, _LONG(row))), like.llvm)
+
+        rows = [builder.load(place(source, source_stride, row), align=4) for row in lanes]
+        # each turn exchanges two blocks of half the size:   a b   a c
+        #                                                    c d   b d
+        half = like.lanes // 2
+        while half:
+            upper = ir.Constant(
+                ir.VectorType(_INT, like.lanes), [i if not i & half else like.lanes + i - half for i in lanes]
+            )
+            lower = ir.Constant(
+                ir.VectorType(_INT, like.lanes), [i + half if not i & half else like.lanes + i for i in lanes]
+            )
+            for row in (row for row in lanes if not row & half):
+                first, second = rows[row], rows[row + half]
+                rows[row] = builder.shuffle_vector(first, second, upper)
+                rows[row + half] = builder.shuffle_vector(first, second, lower)
+            half //= 2
+        for row in lanes:
+            builder.store(rows[row], place(target, target_stride, row), align=4)
+
+    return _typed(types.void(types.int64, types.int64, types.int64, types.int64, like), build)
 
 
 @_intrinsic

@@ -8,7 +8,6 @@ products in MLPerf's DLRM-DCNv2; their output alone goes into the top network.
 
 import warnings
 from collections.abc import Sequence
-from typing import Any, cast
 
 import torch
 from jaxtyping import Float
@@ -19,56 +18,8 @@ from distembed.base.errors import UserError
 from distembed.data.dataset.schema import DENSE_FEATURES, SPARSE_FEATURES
 from distembed.models.base import Model
 from distembed.models.layers import MLP, CrossLayersV2, StackFeatures
+from distembed.models.pairwise_dots import PairwiseDots, dots_beside, has_kernels
 from distembed.models.soft_one_hot import SoftOneHotSum
-
-
-class PairwiseDots(nn.Module):
-    """Maps vectors [B, V, D] to the dot products [B, V(V-1)/2] of all pairs i < j: (0,1), (0,2), ..., (1,2), ...
-
-    Autograd would go back through both operands of ``V V^T`` and a scatter; the gradient is ``(G + G^T) V``, which is
-    one gather and one product.
-    """
-
-    def __init__(self, num_vectors: int) -> None:
-        super().__init__()
-        first, second = torch.triu_indices(num_vectors, num_vectors, offset=1)
-        self.num_outputs = len(first)
-        # in the flattened V x V matrix: the cell i * V + j of each pair, and the pair of each cell; on the diagonal the
-        # pair is num_outputs, the index of a zero after the pairs
-        pair_of_cell = torch.full((num_vectors, num_vectors), self.num_outputs)
-        pair_of_cell[first, second] = pair_of_cell[second, first] = torch.arange(self.num_outputs)
-        self.register_buffer("_cell_of_pair", first * num_vectors + second, persistent=False)
-        self.register_buffer("_pair_of_cell", pair_of_cell.flatten(), persistent=False)
-
-    def forward(self, vectors: Float[Tensor, "batch vectors dim"]) -> Float[Tensor, "batch pairs"]:
-        """Returns the dot product of every pair, in the dtype of the vectors; under autocast computed in its dtype."""
-        device_type = vectors.device.type
-        in_dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else vectors.dtype
-        products = _PairwiseDots.apply(vectors, self._cell_of_pair, self._pair_of_cell, in_dtype)  # type: ignore[no-untyped-call]
-        return cast(Tensor, products)
-
-
-class _PairwiseDots(torch.autograd.Function):
-    """Computes products in ``in_dtype`` and gathers in the vectors' dtype, as bf16 gathers are slow on a CPU.
-
-    In backward, each cell (i, j) of the symmetric ``G + G^T`` takes its pair's gradient; the diagonal takes 0.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, vectors: Tensor, cell_of_pair: Tensor, pair_of_cell: Tensor, in_dtype: torch.dtype) -> Tensor:
-        operand = vectors.to(in_dtype)
-        ctx.save_for_backward(operand, pair_of_cell)
-        products = torch.bmm(operand, operand.transpose(1, 2)).to(vectors.dtype)
-        return products.flatten(1).index_select(1, cell_of_pair)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None, None]:
-        (gradient,) = gradients
-        operand, pair_of_cell = ctx.saved_tensors
-        num_vectors = operand.shape[1]
-        padded = nn.functional.pad(gradient, (0, 1))
-        symmetric = padded.index_select(1, pair_of_cell).view(-1, num_vectors, num_vectors)
-        return torch.bmm(symmetric.to(operand.dtype), operand).to(gradient.dtype), None, None, None
 
 
 class DLRM(Model):
@@ -128,8 +79,10 @@ class DLRM(Model):
     ) -> Float[Tensor, " batch"]:
         vectors = self.stack(self.embeddings(sparse_features))
         dense = self._dense_vector(dense_features)
+        dense = None if dense is None else dense.to(vectors.dtype)
+        if isinstance(self.interactions, PairwiseDots) and has_kernels(vectors):
+            return self.top(dots_beside(dense, vectors)).squeeze(1)
         if dense is not None:
-            dense = dense.to(vectors.dtype)
             vectors = torch.cat([dense.unsqueeze(1), vectors], dim=1)
         if dense is None or not self._has_dense_beside:
             return self.top(self.interactions(vectors)).squeeze(1)

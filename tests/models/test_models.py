@@ -17,7 +17,6 @@ from distembed.data.dataset.schema import SCHEMAS, Schema
 from distembed.models import DCN, DLRM, MODELS, DCNConfig, DLRMConfig, SoftOneHot, SoftOneHotConfig
 from distembed.models.config import plan_values
 from distembed.models.dcn import CrossLayers
-from distembed.models.dlrm import PairwiseDots
 from distembed.models.dlrm_config import LowRankCrossConfig
 from distembed.models.layers import CrossLayersV2
 from distembed.training.config import load_config
@@ -28,14 +27,6 @@ TWO_NUMBERS = Schema(None, ("d0", "d1"), ())
 LOGIT_MODELS = [
     name for name, config in MODELS.items() if getattr(config, "returns", None) == "logits" and name != "din"
 ]
-
-
-def test_pairwise_dots_equal_a_loop_and_their_gradient_is_right() -> None:
-    vectors = torch.randn(4, 5, 3, dtype=torch.float64, requires_grad=True)
-    dots = PairwiseDots(5)
-    expected = [(vectors[:, i] * vectors[:, j]).sum(1) for i in range(5) for j in range(i + 1, 5)]
-    torch.testing.assert_close(dots(vectors), torch.stack(expected, dim=1))
-    assert torch.autograd.gradcheck(dots, (vectors,))
 
 
 @pytest.mark.parametrize("batch", [1, 3])
