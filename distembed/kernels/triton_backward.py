@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from distembed.kernels import triton_tables
 from distembed.kernels.layout import FLOAT_BYTES
 from distembed.kernels.tables import OPTIMIZERS, Storage
 from distembed.kernels.triton_tables import (
@@ -31,6 +30,7 @@ from distembed.kernels.triton_tables import (
     TritonBatch,
     ids_of_slice,
     key_type,
+    launch,
     num_blocks,
     num_lanes,
     num_slices,
@@ -227,7 +227,9 @@ class _Backward:
         slices, padded = num_slices(self.batch.num_ids, tables.num_features, slice_ids), power_of_two(len(columns))
         shape = (slices, tables.most_rows[j], len(columns))
         partial_sums = torch.empty(shape, dtype=torch.float32, device=self.gradients.device)
-        triton_tables.triton_kernels().sum_slices[(slices,)](
+        launch(
+            "sum_slices",
+            slices,
             self.batch.owners,
             self.batch.keys,
             self.batch.weights,
@@ -258,7 +260,9 @@ class _Backward:
     def _add_slices(self, sums: _Sums, slice_ids: int, target: _Target) -> None:
         """Adds the sums of slices up, and updates the rows."""
         settings, num_warps = self._settings(sums.j, target), 4 if slice_ids == 128 else 1  # few rows have many slices
-        triton_tables.triton_kernels().add_slices[(self.tables.num_keys[sums.j],)](
+        launch(
+            "add_slices",
+            self.tables.num_keys[sums.j],
             self.batch.feature_starts,
             sums.numbers,
             self.parts,
@@ -286,7 +290,9 @@ class _Backward:
         lanes = num_lanes(padded)
         ends = (target.numbers, *partial_sums, num_ids, tables.num_features, *target.optimizer_arguments)
         settings = self._settings(j, target)
-        triton_tables.triton_kernels().sum_runs[(num_blocks(num_chunks, lanes),)](
+        launch(
+            "sum_runs",
+            num_blocks(num_chunks, lanes),
             by_key.keys,
             by_key.order,
             self.batch.owners,
@@ -304,7 +310,9 @@ class _Backward:
             LANES=lanes,
             **settings,
         )
-        triton_tables.triton_kernels().join_runs[(num_blocks(num_chunks, _JOINED_CHUNKS),)](
+        launch(
+            "join_runs",
+            num_blocks(num_chunks, _JOINED_CHUNKS),
             by_key.keys,
             by_key.order,
             self.batch.owners,
@@ -325,7 +333,9 @@ class _Backward:
         lanes = num_lanes(settings["PADDED"])
         order = sums.order or _Sorted(owners, owners)  # which is not read
         num_lanes_used = len(sums.numbers) if at_key else self.batch.num_ids
-        triton_tables.triton_kernels().update_rows[(num_blocks(num_lanes_used, lanes),)](
+        launch(
+            "update_rows",
+            num_blocks(num_lanes_used, lanes),
             order.keys,
             order.order,
             owners,

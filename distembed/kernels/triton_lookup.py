@@ -15,10 +15,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from distembed.base.errors import UserError
-from distembed.kernels import triton_tables
 from distembed.kernels.tables import INTEGERS, Formula, Storage, TablePart, Updates, as_operand, checks_rows
 from distembed.kernels.triton_backward import update_tables
-from distembed.kernels.triton_tables import OPTIONS, DeviceTables, TritonBatch, num_blocks, num_lanes
+from distembed.kernels.triton_tables import (
+    OPTIONS,
+    DeviceTables,
+    TritonBatch,
+    launch,
+    num_blocks,
+    num_lanes,
+    triton_kernels,
+)
 
 
 class TritonLookup:
@@ -31,7 +38,7 @@ class TritonLookup:
         features_per_table: Sequence[int],
         storages: Sequence[Storage],
     ) -> None:
-        triton_tables.triton_kernels()  # a missing Triton is an error here, and not in the first step
+        triton_kernels()  # a missing Triton is an error here, and not in the first step
         self._tables, self.updates = DeviceTables(formula, feature_parts, features_per_table, storages), Updates()
 
     def __call__(
@@ -93,7 +100,9 @@ class TritonLookup:
             for_backward = torch.empty(num_ids, dtype=torch.int32, device=device), starts
         if num_vectors > 0:
             owners, feature_starts = for_backward or (None, None)
-            triton_tables.triton_kernels().write_keys[(num_blocks(num_vectors, _KEY_LANES),)](
+            launch(
+                "write_keys",
+                num_blocks(num_vectors, _KEY_LANES),
                 ids,
                 offsets,
                 tables.parts(device),
@@ -124,7 +133,9 @@ class TritonLookup:
             return outputs
         groups = tables.column_groups()
         lanes = num_lanes(max(groups[4::5]))
-        triton_tables.triton_kernels().compose[(num_blocks(num_vectors, lanes),)](
+        launch(
+            "compose",
+            num_blocks(num_vectors, lanes),
             batch.keys,
             offsets,
             batch.weights,

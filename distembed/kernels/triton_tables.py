@@ -265,3 +265,39 @@ def triton_kernels() -> TritonKernels:
         slices.sum_slices,
         slices.add_slices,
     )
+
+
+def launch(name: str, num_programs: int, *arguments: Any, **constants: Any) -> None:
+    """Launches a kernel of :class:`TritonKernels`; Triton finds the compiled kernel at the first launch alone.
+
+    Triton compares all arguments with those that it has compiled for, which takes the host longer than the launch. A
+    compiled kernel depends on the constants, and on the type, device and alignment of each tensor. It takes numbers of
+    any value: all integers fit 32 bits, and Triton compiles for no value of theirs (``SIZES`` of ``triton_kernels``).
+    """
+    key = (name, *constants.values(), *map(_compiled_for, arguments))
+    compiled = _compiled.get(key)
+    if compiled is None:
+        kernel = getattr(triton_kernels(), name)
+        made = kernel[num_programs,](*arguments, **constants)
+        if made is not None:  # an interpreter compiles nothing
+            _compiled[key] = made, tuple(constants[each] for each in kernel.arg_names[len(arguments) :])
+    else:
+        made, ordered_constants = compiled
+        made[num_programs, 1, 1](*arguments, *ordered_constants)
+
+
+def forget_launches() -> None:
+    """Has kernels be found by Triton again, as where its driver is another one."""
+    _compiled.clear()
+
+
+_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+
+
+def _compiled_for(argument: Any) -> Any:
+    """Returns the properties of an argument that decide which compiled kernel takes it."""
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.device, argument.data_ptr() % 16 == 0
+    if isinstance(argument, tuple):
+        return tuple(map(_compiled_for, argument))
+    return None if argument is None else type(argument)

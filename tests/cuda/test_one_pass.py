@@ -8,6 +8,9 @@ import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import ComputeDevice, EmbeddingLocation
 
+from distembed.kernels.tables import Formula, Storage, TablePart
+from distembed.kernels.triton_lookup import TritonLookup
+from distembed.partitions.base import Digit
 from distembed.sharding.groups.fused import FusedGroup, _storage, reason_against_settings, reason_not_fused
 from distembed.sharding.table_slice import slice_table
 from tests.cuda.must_wait import WAITS
@@ -58,6 +61,24 @@ def test_a_product_of_two_launches_eight_operations_at_most(bags: str) -> None:
         assert launches["sort"] <= 1 and launches["zeros"] == 0
         assert launches["asynchronous_complete_cumsum"] == (bags == "ragged")  # bags of one id need no offsets
         assert launched.total() // 2 + launches["sort"] + launches["asynchronous_complete_cumsum"] <= 8
+
+
+@pytest.mark.parametrize("rows", [25, 1000])
+def test_the_lookup_alone_waits_for_nothing_and_copies_nothing_after_its_first_step(rows: int) -> None:
+    """As a capture by ``torch.cuda.graph`` asks for."""
+    may_copy, launched = True, Counter[str]()
+    with pretend_cuda(lambda origin: may_copy), one_pass(launched):
+        storages = [Storage([torch.empty(n * 8, device="cuda")], "sgd", None, 1.0) for n in (rows, 4)]
+        parts = [TablePart(Digit(1, rows), 0, rows), TablePart(Digit(rows, None), 0, 4)]
+        lookup = TritonLookup(Formula([range(8)] * 2, True, True), [parts], [1], storages)
+        ids, offsets = (
+            torch.empty(99, dtype=torch.int64, device="cuda"),
+            torch.empty(50, dtype=torch.int64, device="cuda"),
+        )
+        for may_copy in (True, False):  # noqa: B007  (the watch asks for it)
+            outputs = lookup(ids, offsets, None, storages)
+            outputs.backward(torch.empty_like(outputs))
+    assert launched.total() == 2 * 6
 
 
 def test_auto_stays_with_fbgemm() -> None:

@@ -1,12 +1,14 @@
 """Triton's kernels are compiled for NVIDIA's processors, with the arguments that a lookup gives them; nothing runs."""
 
 import importlib.util
+from typing import Any
 
 import pytest
 import torch
 
 from distembed.kernels.triton_tables import ids_of_slice
-from tools.gpu.machine_code import Case, Launch, launches
+from tools.gpu.host_cost import HostDriver, NoLaunch, no_launches
+from tools.gpu.machine_code import Case, Launch, batch, launches, lookup_of
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -92,3 +94,42 @@ def test_rows_that_begin_anywhere_are_read_number_by_number() -> None:
     assert aligned["compose"].loads[128] > anywhere["compose"].loads[128] == 0
     for kernel in ("sum_slices", "sum_runs"):  # gradients are aligned all the same
         assert aligned[kernel].loads[128] > anywhere[kernel].loads[128] > 0
+
+
+class Noting(NoLaunch):
+    """Notes the name and the arguments of each launch, of tensors their types."""
+
+    noted: list[Any] = []
+
+    def __init__(self, source: Any, metadata: Any) -> None:
+        self.name = source.name
+
+    def __call__(self, *arguments: Any) -> None:
+        grid, given = arguments[:3], arguments[9:]
+        self.noted.append([self.name, grid, *map(self.described, given)])
+
+    def described(self, argument: Any) -> Any:
+        if isinstance(argument, tuple):
+            return tuple(map(self.described, argument))
+        return argument.dtype if isinstance(argument, torch.Tensor) else argument
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("collisions", [4, 600])
+def test_a_kept_kernel_is_launched_with_the_arguments_that_triton_gives_it(collisions: int) -> None:
+    class NotingDriver(HostDriver):
+        launcher_cls = Noting
+
+    case = Case(collisions=collisions)
+    storages, lookup = lookup_of(case)
+    with no_launches(NotingDriver(90)):
+        steps = []
+        for num_rows in (16, 16, 17):
+            Noting.noted.clear()
+            vectors = lookup(*batch(case, num_rows), storages)
+            vectors.backward(torch.ones_like(vectors))
+            steps.append(list(Noting.noted))
+    first, again, larger = steps
+    assert first == again and len(first) == (6 if collisions == 4 else 7)
+    # a larger batch takes the same kernels, with other numbers
+    assert [own[0] for own in larger] == [own[0] for own in first] and larger != first

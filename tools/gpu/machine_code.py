@@ -72,19 +72,22 @@ class Launch:
     constants: Mapping[str, Any]  # that the kernel was compiled for
 
 
-class _Driver:
+class Driver:
     """Stands for the driver of a device, which is asked what to compile for."""
 
     def __init__(self, capability: int) -> None:
         self._capability = capability
 
     def get_current_device(self) -> int:
+        """Returns the first device."""
         return 0
 
     def get_current_stream(self, device: int) -> int:
+        """Returns the default stream."""
         return 0
 
     def get_current_target(self) -> Any:
+        """Returns the processor to compile for."""
         from triton.backends.compiler import GPUTarget
 
         return GPUTarget("cuda", self._capability, 32)
@@ -114,7 +117,7 @@ def compiling(capability: int, seen: Callable[[Launch], None]) -> Iterator[None]
     with (
         tempfile.TemporaryDirectory() as cache,
         patch.dict(os.environ, {"TRITON_CACHE_DIR": cache, "DISTEMBED_CHECK_ROWS": "0"}),
-        patch.object(driver, "_active", _Driver(capability)),
+        patch.object(driver, "_active", Driver(capability)),
         patch.object(triton_tables, "triton_kernels", lambda: kernels),
     ):
         try:
@@ -126,6 +129,16 @@ def compiling(capability: int, seen: Callable[[Launch], None]) -> Iterator[None]
 
 def launches(case: Case, capability: int) -> list[Launch]:
     """Compiles the kernels of a training step."""
+    storages, lookup = lookup_of(case)
+    found: list[Launch] = []
+    with compiling(capability, found.append):
+        vectors = lookup(*batch(case, NUM_BAGS), storages)
+        vectors.backward(torch.ones_like(vectors))
+    return found
+
+
+def lookup_of(case: Case, device: str = "cpu") -> tuple[list[Storage], TritonLookup]:
+    """Makes the tables of a case and their lookup."""
     k, columns, collisions = case.num_partitions, case.num_columns, case.collisions
     digits = [Digit(collisions**j, collisions) for j in range(k - 1)] + [Digit(collisions ** (k - 1), None)]
     rows = [collisions] * (k - 1) + [QUOTIENTS]
@@ -135,32 +148,33 @@ def launches(case: Case, capability: int) -> list[Launch]:
         [TablePart(digit, 0, n, f * n * columns, f * n * states) for digit, n in zip(digits, rows, strict=True)]
         for f in range(case.num_features)
     ]
-    storages = [_storage(n, case, states) for n in rows]
+    storages = [_storage(n, case, states, device) for n in rows]
     formula = Formula(ranges, case.kind in ("product", "sequence"), case.kind != "sequence")
-    lookup = TritonLookup(formula, parts, [1] * case.num_features, storages)
-    num_ids = case.num_features * NUM_BAGS
-    found: list[Launch] = []
-    with compiling(capability, found.append):
-        vectors = lookup(
-            torch.zeros(num_ids, dtype=torch.int64),
-            None if case.offsets is None else torch.arange(num_ids + 1, dtype=case.offsets),
-            torch.ones(num_ids) if case.has_weights else None,
-            storages,
-        )
-        vectors.backward(torch.ones_like(vectors))
-    return found
+    return storages, TritonLookup(formula, parts, [1] * case.num_features, storages)
 
 
-def _storage(rows: int, case: Case, states: int) -> Storage:
+def batch(
+    case: Case, num_rows: int, device: str = "cpu"
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Returns ids, offsets and weights of a batch with one id in each bag."""
+    num_ids = case.num_features * num_rows
+    return (
+        torch.zeros(num_ids, dtype=torch.int64, device=device),
+        None if case.offsets is None else torch.arange(num_ids + 1, dtype=case.offsets, device=device),
+        torch.ones(num_ids, device=device) if case.has_weights else None,
+    )
+
+
+def _storage(rows: int, case: Case, states: int, device: str) -> Storage:
     def zeros(*shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=case.dtype, requires_grad=True)
+        return torch.zeros(shape, dtype=case.dtype, device=device, requires_grad=True)
 
     if case.optimizer is None:
         return Storage([zeros(rows, case.num_columns) for _ in range(case.num_features)])
     return Storage(
         [zeros(case.num_features * rows * case.num_columns + 1)[0 if case.is_aligned else 1 :]],
         case.optimizer,
-        torch.zeros(case.num_features * rows * states),
+        torch.zeros(case.num_features * rows * states, device=device),
         rounding_seed=(lambda: 7) if case.dtype == torch.float16 else None,
     )
 
