@@ -20,7 +20,7 @@ class Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.seen.append(tag)
         self.references += [value or "" for name, value in attrs if name in ("href", "xlink:href", "src")]
-        if tag not in ("meta", "br", "hr", "img", "link", "input"):
+        if tag not in ("meta", "br", "hr", "img", "link", "input", "wbr"):
             self.open.append(tag)
         if tag == "table":
             self.tables.append([])

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
 
 from distembed.reports.pages import PAGE_COLOUR, colour, dashes, render_svg
@@ -68,10 +67,11 @@ def throughput_curve(runs: Sequence[ShownRun]) -> str:
 
     def draw(axes: Axes) -> None:
         for run in runs:
-            axes.plot(*_series(run.record.train, "samples_per_second"), **run.style)
+            _plot_windows(axes, run, "samples_per_second")
         _label_rows(axes, "rows a second")
         axes.yaxis.set_major_formatter(EngFormatter(sep=""))
-        axes.set_ylim(bottom=0)
+        top = axes.dataLim.y1
+        axes.set_ylim(0, 1.05 * top if math.isfinite(top) else None)
 
     return _render(draw)
 
@@ -121,7 +121,8 @@ def parameters_against(runs: Sequence[ShownRun], metric: str, label: str) -> str
         if drawn_points:
             numbers = [x for _, x, _ in drawn_points]
             axes.set_xlim(min(numbers) / 1.6, max(numbers) * 1.6)  # wide enough for a tick or two
-        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        low, high = axes.get_xlim()
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 300 else (1,)))
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.set_xlabel("parameters")
@@ -146,7 +147,7 @@ def _curves(
         for run in runs:
             evals = run.record.validation_evals()
             alpha = 0.35 if evals else 1.0
-            axes.plot(*_series(run.record.train, train_metric), alpha=alpha, linewidth=0.8, **run.style)
+            _plot_windows(axes, run, train_metric, alpha=alpha, linewidth=0.8)
             marks: dict[str, Any] = {
                 "marker": "o",
                 "markersize": 5.5,
@@ -160,6 +161,12 @@ def _curves(
         scale(axes)
 
     return _render(draw)
+
+
+def _plot_windows(axes: Axes, run: ShownRun, metric: str, **look: Any) -> None:
+    """Draws a metric of the training windows; a point where there is a single window, whose line has no length."""
+    rows, values = _series(run.record.train, metric)
+    axes.plot(rows, values, marker="." if len(rows) == 1 else None, **look, **run.style)
 
 
 def _series(lines: Sequence[MetricsLine], metric: str) -> tuple[list[float], list[float]]:
@@ -177,22 +184,5 @@ def _label_rows(axes: Axes, label: str) -> None:
 
 
 def _render(draw: Callable[[Axes], None]) -> str:
-    """Returns the SVG of a figure that ``draw`` fills; "nothing recorded yet" stands in one without points."""
-
-    def draw_axes(figure: Figure) -> None:
-        axes = figure.add_subplot()
-        draw(axes)
-        if not _has_points(axes):
-            axes.text(0.5, 0.5, "nothing recorded yet", transform=axes.transAxes, ha="center", va="center", alpha=0.6)
-
-    return render_svg(draw_axes, (5.6, 3.5))
-
-
-def _has_points(axes: Axes) -> bool:
-    """Returns whether a line has finite points; the calibration's diagonal, of z-order 1, does not count."""
-    return any(_finite(line.get_xdata()) and _finite(line.get_ydata()) and line.get_zorder() > 1 for line in axes.lines)
-
-
-def _finite(values: Any) -> bool:
-    """Returns whether any of matplotlib's values is finite."""
-    return any(math.isfinite(float(value)) for value in values)
+    """Returns the SVG of a figure that ``draw`` fills; empty where it draws no point."""
+    return render_svg(lambda figure: draw(figure.add_subplot()), (5.6, 3.5))

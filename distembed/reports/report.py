@@ -30,7 +30,7 @@ from distembed.reports.comparison import (
     reported_metrics,
     without_seed,
 )
-from distembed.reports.pages import figure, line_swatch, page, section
+from distembed.reports.pages import breakable, figure, line_swatch, page, section, table
 from distembed.reports.plots import ShownRun
 from distembed.training.run_folder.folder import holds_run
 from distembed.training.run_folder.record import RunRecord, RunSummary, unique_names
@@ -197,7 +197,7 @@ def render_run_report(
         "" if means is None else section("Means over seeds", _means(means)),
         "" if len(record_of_run) == 1 else section("What differs", _differences(groups, is_numbered)),
         _periods(record_of_run, summaries),
-        section("Curves", _legend(groups, is_numbered) + _figures(shown)),
+        section("Curves", _legend(groups, is_numbered) + curves) if (curves := _figures(shown)) else "",
         section("Runs", "".join(_run_details(run, name) for name, run in record_of_run.items())),
     ]
     return page(f"distembed: {enumerate_names(list(record_of_run), most=6)}", "".join(sections), _STYLE)
@@ -222,15 +222,15 @@ def _comparison(shown: Sequence[ShownRun], is_numbered: bool) -> str:
     """Returns the table of one run a row."""
     summaries = [run.summary for run in shown]
     columns = report_columns(summaries)
-    headings = "".join(f"<th>{escape(column.heading)}</th>" for column in columns)
-    rows = []
+    lines = []
     for run in shown:
-        cells = "".join(_cell(column, run.summary, summaries) for column in columns)
+        cells = [_cell(column, run.summary, summaries) for column in columns]
         number = f"{run.label} " if is_numbered else ""
-        rows.append(f'<tr><th scope="row">{line_swatch(run.number)}{number}{escape(run.summary.name)}</th>{cells}</tr>')
+        lines.append([f"{line_swatch(run.number)}{number}{breakable(run.summary.name)}", *cells])
     note = _dataset_note(summaries)
-    table = f'<div class="wide"><table><tr><th>run</th>{headings}</tr>{"".join(rows)}</table></div>\n'
-    return table + (f"<p>{escape(note)}</p>\n" if note else "")
+    # the schemes of the tables, and the status
+    compared = table(["run", *(column.heading for column in columns)], lines, texts=(1, len(columns)))
+    return compared + (f"<p>{escape(note)}</p>\n" if note else "")
 
 
 def _differences(groups: Sequence[RunGroup], is_numbered: bool) -> str:
@@ -238,19 +238,17 @@ def _differences(groups: Sequence[RunGroup], is_numbered: bool) -> str:
     differences = ConfigDifferences.of([without_seed(group.runs[0].config_yaml) for group in groups])
     if not differences.keys:
         return f"<p>{'Nothing but the seed.' if len(groups) == 1 else 'No setting.'}</p>\n"
-    headings = "".join(f"<th>{escape(key)}</th>" for key in differences.keys)
-    rows = "".join(
-        f'<tr><th scope="row">{_group_name(number, group, is_numbered)}</th>'
-        f"{''.join(f'<td>{escape(value or UNKNOWN)}</td>' for value in values)}</tr>"
+    lines = [
+        [_group_name(number, group, is_numbered), *(breakable(value or UNKNOWN) for value in values)]
         for number, (group, values) in enumerate(zip(groups, differences.values, strict=True))
-    )
+    ]
     further = f"<p>{differences.num_others:,} further settings differ.</p>\n" if differences.num_others else ""
-    return f'<div class="wide"><table class="settings"><tr><th>runs</th>{headings}</tr>{rows}</table></div>\n{further}'
+    return table(["runs", *differences.keys], lines, texts=range(1, len(differences.keys) + 1)) + further
 
 
 def _group_name(number: int, group: RunGroup, is_numbered: bool) -> str:
     """Returns the line of a group of runs, its number where figures have numbers, and its name."""
-    return f"{line_swatch(number)}{f'{number + 1} ' if is_numbered else ''}{escape(group.name)}"
+    return f"{line_swatch(number)}{f'{number + 1} ' if is_numbered else ''}{breakable(group.name)}"
 
 
 def _periods(record_of_run: Mapping[str, RunRecord], summaries: Sequence[RunSummary]) -> str:
@@ -266,39 +264,33 @@ def _periods(record_of_run: Mapping[str, RunRecord], summaries: Sequence[RunSumm
     is_one = len(by_run) == 1
     columns = [(name, metric) for name in by_run for metric in (metrics if is_one else metrics[:1])]
     headings = ["UTC", "rows", *(metric.heading if is_one else name for name, metric in columns)]
-    rows = ""
+    rows = []
     for period in sorted({line.split for line in lines}):
         num_rows = max(line.metric("rows") for line in lines if line.split == period)
-        cells = [format_number(num_rows, ",.0f")]
+        cells = [escape(period), format_number(num_rows, ",.0f")]
         for name, metric in columns:
             line = by_run[name].get(period)
             cells.append(format_number(math.nan if line is None else line.metric(metric.name), metric.number_format))
-        rows += f'<tr><th scope="row">{escape(period)}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
+        rows.append(cells)
     note = (
         f"{'Metrics' if is_one else metrics[0].heading} of rows by their own time, each scored before it was trained."
     )
-    heading = "".join(f"<th>{escape(text)}</th>" for text in headings)
-    table = f'<div class="wide"><table class="settings"><tr>{heading}</tr>{rows}</table></div>\n'
-    return section("By time", f"{table}<p>{escape(note)}</p>\n")
+    return section("By time", f"{table(headings, rows)}<p>{escape(note)}</p>\n")
 
 
 def _means(means: GroupTable) -> str:
     """Returns the table of one group of runs a row."""
-    headings = "".join(f"<th>{escape(heading)}</th>" for heading in means.headings)
-    rows = "".join(
-        f'<tr><th scope="row">{escape(name)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
-        for name, *cells in means.rows
-    )
-    return f'<div class="wide"><table><tr>{headings}</tr>{rows}</table></div>\n<p>{escape(means.note)}</p>\n'
+    lines = [[breakable(name), *map(escape, cells)] for name, *cells in means.rows]
+    return f"{table(means.headings, lines)}<p>{escape(means.note)}</p>\n"
 
 
 def _cell(column: ReportColumn, run: RunSummary, summaries: Sequence[RunSummary]) -> str:
     """Returns a run's cell, in bold face where it is the best of several."""
-    text = escape(column.text(run))
+    text = breakable(column.text(run))
     # metrics on different splits are not compared
     comparable = len(summaries) > 1 and len({summary.evaluated_on for summary in summaries}) == 1
     is_best = column.sort_key is not None and comparable and column.sort_key(run) == _lowest(column.sort_key, summaries)
-    return f"<td>{f'<strong>{text}</strong>' if is_best else text}</td>"
+    return f"<strong>{text}</strong>" if is_best else text
 
 
 def _lowest(value: Callable[[RunSummary], float], summaries: Sequence[RunSummary]) -> float:
@@ -337,7 +329,8 @@ def _figures(shown: Sequence[ShownRun]) -> str:
         caption = f"{f'On {final}; ' if final else ''}{better.lower() if final else better} and further left is better."
         drawn = plots.parameters_against(shown, cost.name, cost.heading)
         figures.append((f"Parameters against {cost.heading}", caption, drawn))
-    return f'<div class="figures">{"".join(figure(*drawing) for drawing in figures)}</div>\n'
+    drawn = "".join(figure(*drawing) for drawing in figures if drawing[-1])
+    return f'<div class="figures">{drawn}</div>\n' if drawn else ""
 
 
 def _splits(names: Iterable[str]) -> str:
@@ -367,9 +360,6 @@ def _run_details(run: RunRecord, name: str) -> str:
 
 
 _STYLE = """
-td:last-child, th:last-child { text-align: left; }
-td:nth-child(2), tr:first-child th:nth-child(2) { text-align: left; white-space: normal; min-width: 10rem; }
-table.settings td, table.settings tr:first-child th { text-align: left; }
 details details { border: 0; padding: .6rem 0 0; }
 """
 

@@ -14,7 +14,18 @@ from matplotlib.patches import Patch
 
 from distembed.base.files import MADE_BY, whole_file
 from distembed.base.units import binary_unit
-from distembed.reports.pages import COLOURS, FIGURE_SETTINGS, PAGE_COLOUR, figure, page, render_svg, section, swatch
+from distembed.reports.pages import (
+    COLOURS,
+    FIGURE_SETTINGS,
+    PAGE_COLOUR,
+    breakable,
+    figure,
+    page,
+    render_svg,
+    section,
+    swatch,
+    table,
+)
 from distembed.reports.plan import tables
 from distembed.reports.plan.assessment import Assessment
 from distembed.reports.plan.plan_files import require_known_suffix
@@ -47,8 +58,8 @@ def render_capacity_page(report: CapacityReport) -> str:
     # where the tables lie, with the costs of other placements
     columns = [*tables.table_columns(assessment), *tables.reason_columns(assessment)]
     legend = [tables.ALTERNATIVES_LEGEND] * any(table_.alternatives for table_ in assessment.tables)
-    table = _table(columns, assessment.tables, tables.is_in_host_memory)
-    sections.append(section("Tables", table + _paragraphs(legend)))
+    placed = _table(columns, assessment.tables, tables.is_in_host_memory)
+    sections.append(section("Tables", placed + _paragraphs(legend)))
     if report.notes:
         sections.append(section("Notes", _paragraphs(report.notes)))
     return page(f"distembed: plan for {where}", "".join(sections), _STYLE)
@@ -63,24 +74,17 @@ def _rank_section(quantity: RankQuantity) -> str:
     drawn = render_svg(lambda drawing: draw_ranks(quantity, drawing.add_subplot()), (9, 4))
     names = "".join(f"<span>{swatch(colour)}{escape(name)}</span>" for name, colour in _colours(quantity).items())
     groups, left_out = quantity.shown_groups(_MAX_BARS)
-    table = _table(quantity.columns, groups, lambda group: not quantity.has_room(group[0])) + _paragraphs(left_out)
-    shown = f'<p class="legend">{names}</p>\n{figure(quantity.heading, quantity.caption, drawn)}{table}'
+    numbers = _table(quantity.columns, groups, lambda group: not quantity.has_room(group[0])) + _paragraphs(left_out)
+    shown = f'<p class="legend">{names}</p>\n{figure(quantity.heading, quantity.caption, drawn)}{numbers}'
     return section(quantity.name.capitalize(), shown)
 
 
 def _table(columns: Sequence[PlanColumn[LineT]], rows: Sequence[LineT], is_marked: Callable[[LineT], bool]) -> str:
     """Returns an HTML table whose texts are escaped; marked rows are coloured."""
-
-    def line(tag: str, cells: Iterable[str], scope: str = "") -> str:
-        kinds = ("" if column.is_number else ' class="text"' for column in columns)
-        return "".join(f"<{tag}{scope}{kind}>{escape(text)}</{tag}>" for kind, text in zip(kinds, cells, strict=True))
-
-    headings = line("th", (column.heading for column in columns), ' scope="col"')
-    body = ""
-    for row in rows:
-        mark = ' class="marked"' if is_marked(row) else ""
-        body += f"<tr{mark}>{line('td', (column.text(row) for column in columns))}</tr>\n"
-    return f'<div class="wide"><table class="plan">\n<tr>{headings}</tr>\n{body}</table></div>\n'
+    texts = [number for number, column in enumerate(columns) if not column.is_number]
+    marked = [number for number, row in enumerate(rows) if is_marked(row)]
+    lines = [[breakable(column.text(row)) for column in columns] for row in rows]
+    return table([column.heading for column in columns], lines, texts, marked)
 
 
 def _colours(quantity: RankQuantity) -> Mapping[str, str]:
@@ -152,7 +156,4 @@ _STYLE = f"""
 .short {{ color: {_RED}; }}
 p {{ margin: .35rem 0; overflow-wrap: anywhere; }}
 figure {{ margin-bottom: 1.5rem; }}
-table.plan .text {{ text-align: left; }}
-table.plan td.text:last-child, table.plan td.text:nth-last-child(2) {{ white-space: pre-line; min-width: 12rem; }}
-table.plan .marked {{ color: {_RED}; font-weight: 600; }}
 """

@@ -15,6 +15,7 @@ from matplotlib.ticker import EngFormatter, PercentFormatter
 from rich.console import Console
 from rich.table import Table
 
+from distembed.reports import pages
 from distembed.reports.pages import PAGE_COLOUR, colour, figure, page, render_svg, section
 from distembed.reports.statistics.values import QUANTILES, DatasetStatistics, RowsStatistics
 
@@ -171,7 +172,7 @@ def render_page(statistics: DatasetStatistics) -> str:
     notes = "".join(f"<p>{escape(text)}</p>\n" for text in (equal_rows(statistics), *estimates(statistics)))
     content = section("Rows", _table(rows_table(statistics, statistics.splits)) + notes)
     content += f'<div class="figures">{_figures(statistics)}</div>\n'
-    content += section("Features", _table(features_table(statistics))) if statistics.features else ""
+    content += section("Features", _features(statistics)) if statistics.features else ""
     content += section("Numbers", _table(numbers_table(statistics, [*statistics.splits]))) if statistics.columns else ""
     commonest = {escape(name): _table(commonest_table(statistics, name)) for name in statistics.features}
     details = (f"<details><summary>{name}</summary>{table}</details>\n" for name, table in commonest.items())
@@ -180,18 +181,25 @@ def render_page(statistics: DatasetStatistics) -> str:
     return page(f"Statistics of {statistics.dataset}", content)
 
 
+def _features(statistics: DatasetStatistics) -> str:
+    """Returns a table of the features in training, and one of missing, unknown and unseen ids by split."""
+    whole = features_table(statistics)
+    of_splits = [name for name in whole.headings if any(name.endswith(f" in {split}") for split in statistics.splits)]
+    of_training = [name for name in whole.headings if name not in of_splits]
+    parts = (of_training, [whole.headings[0], *of_splits])
+    return "".join(_table(whole.only({name: name for name in names})) for names in parts)
+
+
 def _figures(statistics: DatasetStatistics) -> str:
     plots: list[tuple[str, str, Callable[[Axes, DatasetStatistics], None]]] = [
         (f"Label rate of {label}", f"Mean of {label} in the order of time.", partial(_draw_rates, label=label))
         for label in statistics.labels
     ] or [("Label rate", "Mean label in the order of time.", _draw_rates)]
     plots.append(("Rows", "Number of rows in the order of time.", _draw_rows))
-    if statistics.features:
-        plots.append(("Skew", f"How often {statistics.train} has the ids of a feature, by rank.", _draw_skew))
-        plots.append(("Unknown ids", "Share without an id of their own, or that training has not.", _draw_unknown))
-    return "".join(
-        figure(title, text, render_svg(partial(_draw, draw, statistics), (5.6, 3.5))) for title, text, draw in plots
-    )
+    plots.append(("Skew", f"How often {statistics.train} has the ids of a feature, by rank.", _draw_skew))
+    plots.append(("Unknown ids", "Share without an id of their own, or that training has not.", _draw_unknown))
+    drawn = ((title, text, render_svg(partial(_draw, draw, statistics), (5.6, 3.5))) for title, text, draw in plots)
+    return "".join(figure(title, text, svg) for title, text, svg in drawn if svg)
 
 
 def _draw(draw: Callable[[Axes, DatasetStatistics], None], statistics: DatasetStatistics, drawn: Figure) -> None:
@@ -252,6 +260,4 @@ def _draw_unknown(axes: Axes, statistics: DatasetStatistics) -> None:
 
 def _table(table: TextTable) -> str:
     """Returns the HTML of a table."""
-    head = "".join(f"<th>{escape(heading)}</th>" for heading in table.headings)
-    rows = "".join(f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in line)}</tr>\n" for line in table.lines)
-    return f'<div class="wide"><table>\n<tr>{head}</tr>\n{rows}</table></div>\n'
+    return pages.table(table.headings, [[escape(text) for text in line] for line in table.lines])
