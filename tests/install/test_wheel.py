@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from importlib.metadata import Distribution
 from pathlib import Path
 
@@ -34,12 +35,25 @@ def copied(folder: Path) -> Path:
     return folder
 
 
+def build_wheel(source: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
+    return subprocess.run([*build, "--wheel-dir", folder, source], capture_output=True, text=True)
+
+
+def files_in(archive: Path) -> set[str]:
+    with zipfile.ZipFile(archive) as opened:
+        return {name for name in opened.namelist() if ".dist-info/" not in name}
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel that is built beside a module of an earlier version's build."""
     folder = tmp_path_factory.mktemp("wheel")
-    (folder / "source").mkdir()
-    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*build, "--wheel-dir", folder, copied(folder / "source")], check=True)
+    (source := folder / "source").mkdir()
+    (source / "build" / "lib" / "launch").mkdir(parents=True)
+    (source / "build" / "lib" / "launch" / "removed.py").touch()
+    done = build_wheel(copied(source), folder)
+    assert done.returncode == 0, done.stderr
     (wheel,) = folder.glob("distembed-*.whl")
     return wheel
 
@@ -60,6 +74,30 @@ def test_the_wheel_has_the_modules_and_data_of_its_package_and_nothing_else(inst
     }
     files = {file.relative_to(installed) for file in installed.rglob("*") if file.is_file()}
     assert {file for file in files if not file.parts[0].endswith(".dist-info")} == expected
+
+
+def test_an_sdist_gives_a_wheel_of_the_same_files(wheel: Path, tmp_path: Path) -> None:
+    (source := tmp_path / "source").mkdir()
+    program = "import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", program, tmp_path], cwd=copied(source), check=True, capture_output=True)
+    (sdist,) = tmp_path.glob("distembed-*.tar.gz")
+    done = build_wheel(sdist, tmp_path / "wheels")
+    assert done.returncode == 0, done.stderr
+    (again,) = (tmp_path / "wheels").glob("*.whl")
+    assert files_in(again) == files_in(wheel)
+
+
+@pytest.mark.parametrize("folder", ["configs", "launch"])
+def test_sources_that_lost_a_link_are_refused_with_the_command_that_mends_them(folder: str, tmp_path: Path) -> None:
+    (source := tmp_path / "source").mkdir()
+    link = copied(source) / "distembed" / folder
+    link.unlink()
+    link.write_text(f"../{folder}")
+    done = build_wheel(source, tmp_path)
+    assert done.returncode != 0
+    assert f"distembed/{folder} is no folder" in done.stderr
+    assert f"run: ln -sfn ../{folder} distembed/{folder}" in done.stderr
+    assert not list(tmp_path.glob("*.whl"))
 
 
 def test_each_entry_point_is_in_the_wheel_or_torchxs_own(installed: Path) -> None:
