@@ -11,8 +11,8 @@ from distembed.base.units import parse_bytes
 from tests.in_process import in_this_process
 
 COMMANDS = """
-    prepare criteo, prepare table, prepare schema, prepare graph, prepare ratings, prepare sequences, synthesize,
-    configs, describe, plan, train, sweep, evaluate, predict, materialise, report, doctor
+    prepare criteo, prepare table, prepare schema, prepare graph, prepare attributes, prepare ratings,
+    prepare sequences, synthesize, configs, describe, plan, train, sweep, evaluate, predict, materialise, report, doctor
 """
 ROW = "1\t" + "\t".join(["7"] * 13) + "\t" + "\t".join(["0000abcd"] * 26) + "\n"
 

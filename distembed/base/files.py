@@ -20,6 +20,8 @@ from distembed.base.errors import RunError, UserError
 from distembed.base.units import format_bytes
 from distembed.base.version import __version__
 
+CONFIGS = Path(__file__).parents[1] / "configs"
+"""Configs of the installed package; in a checkout a link to those at its top."""
 _MOST_JSON_BYTES = 1 << 28
 """Size of the largest JSON file that is read."""
 MADE_BY = f"distembed {__version__}"

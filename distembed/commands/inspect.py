@@ -8,13 +8,11 @@ from typing import Annotated, Literal
 import typer
 
 from distembed.base.errors import UserError
+from distembed.base.files import CONFIGS
 from distembed.base.units import enumerate_lines, format_bytes
 from distembed.commands.shared import ConfigArgument, JsonOption, OverridesArgument, console, say
 
 app = typer.Typer()
-
-CONFIGS = Path(__file__).parents[1] / "configs"
-"""Configs of the installed package; in a checkout a link to those at its top."""
 
 
 @app.command("configs", epilog="Example: `distembed configs --output configs`")

@@ -250,6 +250,23 @@ def prepare_graph_command(
     say(f"graph {output}")
 
 
+@prepare_app.command(
+    "attributes", epilog="Example: `distembed prepare attributes ml-100k.kg ml-100k.link --output attributes.jsonl`"
+)
+def prepare_attributes_command(
+    graph: Annotated[Path, typer.Argument(help="Triples of RecBole (.kg), or attributes by item as JSON (.json.gz).")],
+    links: Annotated[Path | None, typer.Argument(help="Items and their entities (.link).")] = None,
+    *,
+    output: Annotated[Path, typer.Option("--output", "-o", help="JSON lines to write, for `prepare graph`.")],
+    overwrite: OverwriteOption = False,
+) -> None:
+    """Turn a knowledge graph into the attributes of items, which `prepare graph --attribute` reads."""
+    from distembed.graph.prepare.knowledge_graph import write_attributes
+
+    require_file("--output", output, overwrite)
+    say(f"{output}: attributes of {write_attributes(graph, links, output):,} items")
+
+
 @app.command("synthesize", epilog="Example: `distembed synthesize criteo.tsv --rows 1000000 --seed 0`")
 def synthesize_command(
     output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="File to write; ending in .gz it is compressed.")],

@@ -3,16 +3,12 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from distembed.base.errors import UserError
-from distembed.commands.shared import console, say
-
-if TYPE_CHECKING:
-    from distembed.training.sweeps.papers import Item
-    from distembed.training.sweeps.sweep import PlannedRun
+from distembed.commands.shared import console, note, say
 
 app = typer.Typer()
 
@@ -40,6 +36,9 @@ def reproduce_command(
     papers: Annotated[
         Path | None, typer.Option(help="Folder of papers; the project's own configs/papers unless given.")
     ] = None,
+    any_data: Annotated[
+        bool, typer.Option("--any-data", help="Take raw files whose checksums differ from those of datasets.yaml.")
+    ] = False,
     list_all: Annotated[bool, typer.Option("--list", help="List every figure and table of the papers.")] = False,
 ) -> None:
     """Train a figure or a table of a paper again: all its variants and seeds, then a table and a plot.
@@ -55,27 +54,29 @@ def reproduce_command(
         return
     if name is None:
         raise UserError("NAME is missing; `distembed reproduce --list` names all figures and tables.")
-    item = items.load_item(name, folder)
-    dataset = run_dir / "datasets" / (other or item.dataset)
-    items.prepare_dataset(items.load_dataset(other or item.dataset, folder), data, dataset, say)
-    own = run_dir / (name if other is None else f"{name}-{other}")
-    _train(item, own, items.plan_item(item, folder / f"{name}.yaml", dataset, own, seeds), workers)
-
-
-def _train(item: "Item", folder: Path, runs: "list[PlannedRun]", workers: int) -> None:
-    """Trains the runs that have not finished, with a bar, and reports all that have."""
     from distembed.reports.papers import report_item
     from distembed.training.sweeps.sweep import Sweep, require_sweep_folder
-    from distembed.training.sweeps.train import train_sweep
+    from distembed.training.sweeps.train import train_sweep  # without Optuna, no dataset is prepared
 
-    require_sweep_folder(folder)
-    sweep = Sweep(Path(item.config), [], folder, runs)
-    say(f"{item.title}: {len(runs)} runs in {folder}")
+    item = items.load_item(name, folder)
+    dataset = run_dir / "datasets" / (other or item.dataset)
+    raw = items.load_dataset(other or item.dataset, folder)
+    files = items.prepare_dataset(raw, item.outputs(), data, dataset, say, any_data)
+    own = run_dir / (name if other is None else f"{name}-{other}")
+    require_sweep_folder(own)
+    runs = items.plan_item(item, folder / f"{name}.yaml", dataset, own, seeds)
+    sweep = Sweep(Path(item.config), [], own, runs)
+    say(f"{item.title}: {len(runs)} runs in {own}")
     try:
         with _bar(len(runs)) as show:
             outcomes = train_sweep(sweep, workers, say, show)
-    finally:
-        report_item(item, runs, folder, console)
+    except BaseException:
+        try:
+            report_item(item, runs, files, own, console)
+        except Exception as failure:  # the error that ended the training says more
+            note(f"the finished runs were not reported: {failure}")
+        raise
+    report_item(item, runs, files, own, console)
     sweep.require_all_finished(outcomes)
 
 
@@ -92,6 +93,7 @@ def _bar(num_runs: int) -> Iterator[Callable[[int], None]]:
         *columns,
         console=console,
         auto_refresh=False,
+        speed_estimate_period=float("inf"),  # runs take longer than the default of 30 s
         redirect_stdout=False,
         redirect_stderr=False,
         disable=not console.is_terminal,

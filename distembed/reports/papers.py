@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from distembed.base.errors import RunError
 from distembed.base.files import write_json, write_text
 from distembed.reports.comparison import (
     RunGroup,
@@ -40,15 +41,28 @@ class Reproduced:
 
     @classmethod
     def read(cls, item: Item, runs: Sequence[PlannedRun]) -> "Reproduced":
-        """Reads the runs that have finished; variants without any are left out."""
-        # a sweep has the same number of runs for each variant, one after another
-        by_variant = {name: runs[number :: len(item.variants)] for number, name in enumerate(item.variants)}
-        finished = {name: [run for run in own if _is_finished(run)] for name, own in by_variant.items()}
+        """Reads the runs that have finished; variants without any are left out.
+
+        Raises:
+            RunError: Runs of a variant were trained on datasets whose ids differ.
+        """
+        recipes = dict.fromkeys(run.recipe for run in runs)  # in the order of the variants
+        finished = {
+            name: [run for run in runs if run.recipe == recipe and _is_finished(run)]
+            for name, recipe in zip(item.variants, recipes, strict=True)
+        }
         groups = {
             name: RunGroup(name, tuple(RunSummary.from_record(RunRecord.read(run.folder), run.name) for run in own))
             for name, own in finished.items()
             if own
         }
+        for name, group in groups.items():
+            if len({run.info.id_fingerprint for run in group.runs}) > 1:
+                folders = ", ".join(str(run.path) for run in group.runs)
+                raise RunError(
+                    f"the runs of {name!r} were trained on different datasets, so that their mean says nothing: "
+                    f"{folders}. Remove the runs of one dataset."
+                )
         return cls(item, groups)
 
     def table(self) -> tuple[list[str], list[list[str]]]:
@@ -141,10 +155,19 @@ class Reproduced:
         return [(name, own.mean, own.standard_deviation if own.number > 1 else 0.0) for name, own in samples.items()]
 
 
-def report_item(item: Item, runs: Sequence[PlannedRun], folder: Path, console: "Console") -> None:
+def report_item(
+    item: Item, runs: Sequence[PlannedRun], files: Mapping[str, str], folder: Path, console: "Console"
+) -> None:
     """Writes the table, the plot, the values and the report of an item into its folder, and prints the table.
 
     Nothing is written before the first run has finished.
+
+    Args:
+        item: The item.
+        runs: Its runs, finished or not.
+        files: SHA-256 of each raw file of its dataset.
+        folder: Its folder.
+        console: Where the table is printed.
     """
     found = Reproduced.read(item, runs)
     if not found.groups:
@@ -153,13 +176,13 @@ def report_item(item: Item, runs: Sequence[PlannedRun], folder: Path, console: "
     lines = [headings, ["---"] * len(headings), *rows]
     write_text(folder / TABLE, "".join(f"| {' | '.join(cells)} |\n" for cells in lines))
     write_text(folder / PLOT, found.plot())
-    write_json(folder / RESULTS, found.results())
+    write_json(folder / RESULTS, {"files": files, "variants": found.results()})
     write_run_report([run.path for group in found.groups.values() for run in group.runs], folder / SWEEP_REPORT)
     print_table(headings, rows, console)
     for text in (item.reported, item.remark):
         console.print(text, markup=False, highlight=False, soft_wrap=True)
-    files = ", ".join(str(folder / name) for name in (TABLE, PLOT, RESULTS, SWEEP_REPORT))
-    console.print(files, markup=False, highlight=False, soft_wrap=True)
+    written = ", ".join(str(folder / name) for name in (TABLE, PLOT, RESULTS, SWEEP_REPORT))
+    console.print(written, markup=False, highlight=False, soft_wrap=True)
 
 
 def _is_finished(run: PlannedRun) -> bool:

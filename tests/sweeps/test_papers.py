@@ -1,21 +1,28 @@
 """Figures and tables of papers: the committed ones are whole, and a killed reproduction equals an undisturbed one."""
 
 import gzip
+import hashlib
 import json
 import os
 import re
 import shutil
 import signal
 import statistics
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from pydantic import TypeAdapter
 
-from distembed.base.errors import UserError
+from distembed.base.errors import RunError, UserError
 from distembed.training.sweeps.papers import (
     PAPERS,
+    Dataset,
+    Item,
     list_items,
     load_dataset,
     load_item,
@@ -137,6 +144,11 @@ def test_a_reproduction_ends_with_a_table_and_a_plot(papers: Path, dataset: Path
     more = call(*reproduce(papers, tmp_path / "runs", dataset, "--seeds", 3))
     assert more.count("training ") == 2
 
+    run_file = own / "full,seed=1" / "run.json"
+    run_file.write_text(json.dumps(json.loads(run_file.read_text()) | {"id_fingerprint": "of other rows"}))
+    with pytest.raises(RunError, match="the runs of 'full' were trained on different datasets"):
+        call(*reproduce(papers, tmp_path / "runs", dataset, "--seeds", 3))
+
 
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
@@ -157,26 +169,76 @@ def test_wrong_items_are_explained(
         load_item(name, papers)
 
 
-def test_a_dataset_is_prepared_once_and_its_files_are_checked(tmp_path: Path) -> None:
-    raw, folder, said = tmp_path / "raw", tmp_path / "prepared", list[str]()
-    raw.mkdir()
-    values = {
-        "files": {"ratings.csv.gz": "0" * 64},
-        "source": "It is at example.org.",
-        "commands": ["prepare ratings {raw}/ratings.csv.gz --output {dataset}/data"],
-    }
+@pytest.fixture
+def ratings(tmp_path: Path) -> Dataset:
+    """A dataset of raw/ratings.csv.gz, with a checksum that is not the file's."""
+    commands = [
+        "prepare ratings {raw}/ratings.csv.gz --output {dataset}/data",
+        *(
+            f"prepare graph --co-occurrence --data {{dataset}}/data --table {table} --max-neighbors 2 "
+            f"--output {{dataset}}/{table}"
+            for table in ("user", "item")
+        ),
+    ]
+    values = {"files": {"ratings.csv.gz": "0" * 64}, "source": "It is at example.org.", "commands": commands}
     (tmp_path / "datasets.yaml").write_text(yaml.safe_dump({"ratings": values}))
-    dataset = load_dataset("ratings", tmp_path)
+    (tmp_path / "raw").mkdir()
+    return load_dataset("ratings", tmp_path)
+
+
+def write_ratings(raw: Path, modulus: int = 5) -> str:
+    """Writes ratings.csv.gz, and returns its SHA-256."""
+    lines = [f"{user},{item},{1 + (user + item) % modulus}\n" for user in range(9) for item in range(9)]
+    text = ("user,item,rating\n" + "".join(lines)).encode()
+    (raw / "ratings.csv.gz").write_bytes(gzip.compress(text))
+    return hashlib.sha256(text).hexdigest()
+
+
+def test_the_outputs_that_an_item_reads_are_made_once(ratings: Dataset, tmp_path: Path) -> None:
+    raw, folder, said = tmp_path / "raw", tmp_path / "prepared", list[str]()
     with pytest.raises(UserError, match=re.escape("has no ratings.csv.gz. It is at example.org.")):
-        prepare_dataset(dataset, raw, folder, said.append)
-    lines = [f"{user},{item},{1 + (user + item) % 5}\n" for user in range(9) for item in range(9)]
-    (raw / "ratings.csv.gz").write_bytes(gzip.compress(("user,item,rating\n" + "".join(lines)).encode()))
-    prepare_dataset(dataset, raw, folder, said.append)
-    assert (folder / "data" / "manifest.json").exists()
-    assert "ratings.csv.gz is not the file of the figures" in said[0] and len(said) == 2
+        prepare_dataset(ratings, {"data"}, raw, folder, said.append)
+    checksum = write_ratings(raw)
+    graphs = ITEM | {"settings": ["sse.tables.item.graph={dataset}/item"]}
+    outputs = TypeAdapter(Item).validate_json(json.dumps(graphs)).outputs()
+    for _ in range(2):
+        found = prepare_dataset(ratings, outputs, raw, folder, said.append, any_data=True)
+        assert found == {"ratings.csv.gz": checksum}
+    made = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
+    assert made == {"data", "item", "raw.json"} and len(said) == 2
     shutil.rmtree(raw)
-    prepare_dataset(dataset, raw, folder, said.append)
-    assert len(said) == 2
+    assert prepare_dataset(ratings, outputs, raw, folder, said.append, any_data=True) == found
+
+
+def test_other_raw_files_are_refused(ratings: Dataset, tmp_path: Path) -> None:
+    raw, folder = tmp_path / "raw", tmp_path / "prepared"
+    checksum = write_ratings(raw)
+    wrong = f"ratings.csv.gz has the SHA-256 {checksum}, and the file of the tables in configs/papers has {'0' * 64}"
+    for is_prepared in (False, True):
+        assert (folder / "data").exists() == is_prepared
+        with pytest.raises(UserError, match=f"{wrong}.*Or add --any-data"):
+            prepare_dataset(ratings, {"data"}, raw, folder, print)
+        prepare_dataset(ratings, {"data"}, raw, folder, print, any_data=True)
+    write_ratings(raw, 4)
+    with pytest.raises(UserError, match="was made of other files"):
+        prepare_dataset(ratings, {"item"}, raw, folder, print, any_data=True)
+
+
+def test_a_second_reproduction_waits_for_the_dataset(ratings: Dataset, tmp_path: Path) -> None:
+    raw, folder, said = tmp_path / "raw", tmp_path / "prepared", list[str]()
+    write_ratings(raw)
+    with ThreadPoolExecutor(2) as pool:
+        prepare = partial(prepare_dataset, ratings, {"data"}, raw, folder, said.append, any_data=True)
+        list(pool.map(lambda _: prepare(), range(2)))
+    assert len([line for line in said if line.startswith("distembed prepare")]) == 1
+
+
+def test_without_optuna_no_dataset_is_prepared(papers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "distembed.training.sweeps.train", raising=False)
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(UserError, match=r"reproduce .*need optuna.*distembed\[sweep\]"):
+        call("reproduce", "own/table1", "--papers", papers, "--run-dir", tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
 
 
 def write_example(folder: Path) -> Path:
@@ -202,7 +264,7 @@ def test_the_item_of_the_guide_runs(criteo_sample: Path, tmp_path: Path) -> None
     papers, runs = write_example(tmp_path), tmp_path / "runs"
     options = ["--papers", papers, "--data", criteo_sample.parent, "--run-dir", runs, "--seeds", 1]
     call("reproduce", "mine/sizes", *options)
-    rows = json.loads((runs / "mine" / "sizes" / "results.json").read_text())
+    rows = json.loads((runs / "mine" / "sizes" / "results.json").read_text())["variants"]
     full, hashed, smallest = ((row["parameters_in_tables"], row["auc"][0]) for row in rows)
     assert full[0] > hashed[0] > smallest[0] and full[1] > smallest[1] > 0.74
 

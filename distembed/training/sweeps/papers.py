@@ -12,10 +12,12 @@ of another variant, which it is then compared with. ``{dataset}`` in a setting s
 
 import gzip
 import hashlib
+import os
+import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -24,18 +26,22 @@ import pydantic.dataclasses
 from annotated_types import Len
 from pydantic import TypeAdapter
 
-import distembed
 from distembed.base.errors import RunError, UserError
-from distembed.base.files import read_regular_file
+from distembed.base.files import CONFIGS, read_json, read_regular_file, write_json
 from distembed.base.names import STRICT, one_of
+from distembed.base.process import PARENT_VARIABLE
 from distembed.base.validation import MAX_BYTES, parse_yaml, validated
 from distembed.training.config import Config, load_config
+from distembed.training.run_folder.lock import owned
 from distembed.training.sweeps.axes import SEED, NamedRun, value_names
 from distembed.training.sweeps.sweep import PlannedRun, plan_run, require_no_mistakes
 
-PAPERS = Path(distembed.__file__).parents[1] / "configs" / "papers"
-"""The folder of the papers, beside the package."""
+PAPERS = CONFIGS / "papers"
+"""The folder of the papers in the installed package."""
+CHECKSUMS = "raw.json"
+"""File beside a prepared dataset: the SHA-256 of the raw files that it is made of."""
 _PAPER, _DATASETS = "paper.yaml", "datasets.yaml"
+_MOST_WAIT_SECONDS = 86_400.0
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
@@ -43,11 +49,10 @@ class Dataset:
     """Raw files, and how a dataset is made of them.
 
     Attributes:
-        files: SHA-256 of each raw file's contents, uncompressed, by its name; empty where it is not known. A file with
-            another one is used, with a remark.
+        files: SHA-256 of each raw file's contents, uncompressed, by its name; empty where it is not known.
         source: Where the files, or the full data, are to be had.
-        commands: Arguments of ``distembed``, or of ``python`` where the first word is a script of ``tools/``; they
-            write below ``{dataset}``, and read from the folder ``{raw}``. A command whose output is there is left out.
+        commands: Arguments of ``distembed``; the last one is the output, ``{dataset}/NAME``. Inputs are in the folder
+            ``{raw}``, or outputs of earlier commands.
     """
 
     files: dict[str, str]
@@ -126,6 +131,11 @@ class Item:
             following = found[following].of
         return list(found.values())[::-1]
 
+    def outputs(self) -> set[str]:
+        """Returns the names of the outputs of its dataset that its variants read."""
+        settings = [*self.settings, *(setting for variant in self.variants.values() for setting in variant.settings)]
+        return {"data", *_outputs(settings)}
+
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class Paper:
@@ -170,7 +180,7 @@ def load_item(name: str, folder: Path = PAPERS) -> Item:
 def list_items(folder: Path = PAPERS) -> list[Listed]:
     """Returns every figure and table of the papers, paper by paper."""
     if not folder.is_dir():
-        raise UserError(f"{folder} is no folder; run from a checkout of the project, whose configs/papers it is.")
+        raise UserError(f"--papers {folder} is no folder; leave --papers out for the project's own items.")
     lines = []
     for file in sorted(folder.glob(f"*/{_PAPER}")):
         own = file.parent.name
@@ -188,29 +198,54 @@ def load_dataset(name: str, folder: Path = PAPERS) -> Dataset:
     return datasets[one_of("dataset", name, datasets)]
 
 
-def prepare_dataset(dataset: Dataset, raw: Path, folder: Path, say: Callable[[str], None]) -> None:
-    """Runs the commands of a dataset whose outputs are not there yet.
+def prepare_dataset(
+    dataset: Dataset, outputs: set[str], raw: Path, folder: Path, say: Callable[[str], None], any_data: bool = False
+) -> dict[str, str]:
+    """Runs the commands that make missing outputs, and returns the SHA-256 of each raw file.
+
+    One process at a time prepares a folder. The checksums of its raw files are kept in it.
+
+    Args:
+        dataset: The dataset.
+        outputs: Names of the outputs to make; the outputs that their commands read are made too.
+        raw: Folder of the raw files.
+        folder: Folder of the outputs.
+        say: Prints a line.
+        any_data: Whether raw files may have other checksums than the dataset's.
 
     Raises:
-        UserError: Raw files are missing.
+        UserError: Raw files are missing, or have other checksums than the dataset's or than earlier outputs' raw files.
         RunError: A command failed.
     """
-    commands = [command for command in _commands(dataset, raw, folder) if not Path(command[-1]).exists()]
-    if not commands:
-        return
-    missing = [name for name in dataset.files if not (raw / name).exists()]
-    if missing:
-        raise UserError(f"--data {raw} has no {', '.join(missing)}. {dataset.source}")
-    for name, expected in dataset.files.items():
-        found = _checksum(raw / name) if expected else ""
-        if expected and found != expected:
-            say(f"note: {name} is not the file of the figures in README.md: its SHA-256 is {found}, not {expected}.")
     folder.mkdir(parents=True, exist_ok=True)
-    for command in commands:
-        say(shlex.join(command[1:]))
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode != 0:
-            raise RunError(f"{shlex.join(command[1:])} failed:\n{done.stdout}{done.stderr}")
+    with owned(folder, _MOST_WAIT_SECONDS, say):
+        known = folder / CHECKSUMS
+        found: dict[str, str] = read_json(known, f"remove {folder}") if known.exists() else {}
+        if commands := _missing_commands(dataset, outputs, folder):
+            missing = [name for name in dataset.files if not (raw / name).exists()]
+            if missing:
+                raise UserError(f"--data {raw} has no {', '.join(missing)}. {dataset.source}")
+            checksums = {name: _checksum(raw / name) for name in dataset.files}
+            if found not in ({}, checksums):
+                raise UserError(f"{folder} was made of other files than those in --data {raw}; remove it first.")
+            found = checksums
+        wrong = [
+            f"{name} has the SHA-256 {found[name]}, and the file of the tables in configs/papers has {expected}"
+            for name, expected in dataset.files.items()
+            if expected and found.get(name, expected) != expected
+        ]
+        if wrong and not any_data:
+            raise UserError(f"{'; '.join(wrong)}. {dataset.source} Or add --any-data.")
+        if commands:
+            write_json(known, found)
+        environment = {**os.environ, PARENT_VARIABLE: str(os.getpid())}
+        for words in commands:
+            line = [word.format(raw=raw, dataset=folder) for word in words]
+            say(f"distembed {shlex.join(line)}")
+            code = subprocess.run([sys.executable, "-m", "distembed", *line], env=environment).returncode
+            if code != 0:
+                raise RunError(f"distembed {shlex.join(line)} ended with exit code {code}; its output says why.")
+        return found
 
 
 def variant_config(item: Item, file: Path, variant: str, dataset: Path, seed: int) -> Config:
@@ -253,13 +288,20 @@ def plan_item(item: Item, file: Path, dataset: Path, folder: Path, num_seeds: in
     return runs
 
 
-def _commands(dataset: Dataset, raw: Path, folder: Path) -> Iterator[list[str]]:
-    """Yields the command lines; the last word of each is its output."""
-    for command in dataset.commands:
-        words = [word.format(raw=raw, dataset=folder) for word in shlex.split(command)]
-        is_script = words[0].startswith("tools/")
-        start = [str(PAPERS.parents[1] / words.pop(0))] if is_script else ["-m", "distembed"]
-        yield [sys.executable, *start, *words]
+def _missing_commands(dataset: Dataset, outputs: set[str], folder: Path) -> list[list[str]]:
+    """Returns the commands, split into words, of the outputs that are not there, and of their missing inputs."""
+    needed, commands = {*outputs}, list[list[str]]()
+    for words in map(shlex.split, dataset.commands[::-1]):
+        (output,) = _outputs(words[-1:])
+        if output in needed and not (folder / output).exists():
+            commands.insert(0, words)
+            needed |= _outputs(words[:-1])
+    return commands
+
+
+def _outputs(texts: Iterable[str]) -> set[str]:
+    """Returns each NAME that ``{dataset}/NAME`` names in the texts."""
+    return {name for text in texts for name in re.findall(r"\{dataset\}/([\w.-]+)", text)}
 
 
 def _checksum(file: Path) -> str:

@@ -40,7 +40,8 @@ try:
     from optuna.trial import Trial, TrialState, create_trial
 except ImportError as error:
     raise UserError(
-        f"sweep and compress-search need optuna, which cannot be imported ({error}): `pip install 'distembed[sweep]'`"
+        f"sweep, reproduce and compress-search need optuna, which cannot be imported ({error}): "
+        "`pip install 'distembed[sweep]'`"
     ) from None
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
