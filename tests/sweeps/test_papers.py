@@ -18,7 +18,8 @@ import pytest
 import yaml
 from pydantic import TypeAdapter
 
-from distembed.base.errors import RunError, UserError
+from distembed.base.errors import FolderInUse, RunError, UserError
+from distembed.training.run_folder.lock import owned
 from distembed.training.sweeps.papers import (
     PAPERS,
     Dataset,
@@ -143,11 +144,16 @@ def test_a_reproduction_ends_with_a_table_and_a_plot(papers: Path, dataset: Path
         assert all(f">{name}<" in drawn for name in VARIANTS) and "logloss<" in drawn
     more = call(*reproduce(papers, tmp_path / "runs", dataset, "--seeds", 3))
     assert more.count("training ") == 2
+    whole = (own / "table.md").read_text()
+    call(*reproduce(papers, tmp_path / "runs", dataset, "--seeds", 1))
+    assert (own / "table.md").read_text() == whole, "fewer seeds take none out of the table"
 
     run_file = own / "full,seed=1" / "run.json"
     run_file.write_text(json.dumps(json.loads(run_file.read_text()) | {"id_fingerprint": "of other rows"}))
     with pytest.raises(RunError, match="the runs of 'full' were trained on different datasets"):
         call(*reproduce(papers, tmp_path / "runs", dataset, "--seeds", 3))
+    with owned(own), pytest.raises(FolderInUse):  # the report fails too, and does not hide the cause
+        call(*reproduce(papers, tmp_path / "runs", dataset, "--seeds", 4))
 
 
 @pytest.mark.parametrize(
@@ -242,11 +248,9 @@ def test_without_optuna_no_dataset_is_prepared(papers: Path, tmp_path: Path, mon
 
 
 def write_example(folder: Path) -> Path:
-    """The item that the guide shows, in a folder of papers beside the configs that it names."""
+    """The item that the guide shows, in a folder of its own."""
     (example,) = re.findall(r"^```yaml\n(.*?)^```", (PAPERS / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     (folder / "papers" / "mine").mkdir(parents=True)
-    shutil.copy(PAPERS.parent / "criteo_sample.yaml", folder)
-    shutil.copy(PAPERS / "datasets.yaml", folder / "papers")
     (folder / "papers" / "mine" / "sizes.yaml").write_text(example)
     (folder / "papers" / "mine" / "paper.yaml").write_text("{title: Mine, url: none}")
     return folder / "papers"
@@ -255,6 +259,7 @@ def write_example(folder: Path) -> Path:
 def test_the_item_of_the_guide_is_valid(tmp_path: Path) -> None:
     papers = write_example(tmp_path)
     item = load_item("mine/sizes", papers)
+    assert load_dataset(item.dataset, papers) == load_dataset(item.dataset)
     configs = [variant_config(item, papers / "mine" / "sizes.yaml", name, tmp_path, 0) for name in item.variants]
     assert [config.embedding.default.collisions for config in configs[1:]] == [4, 60]
 

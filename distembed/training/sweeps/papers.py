@@ -98,7 +98,7 @@ class Item:
         title: What it shows.
         reported: What the paper reports, in a sentence.
         dataset: Name of its dataset.
-        config: Its config, relative to its file.
+        config: Its config, relative to its file, or else to the project's configs.
         metrics: The metrics of its table; variants are compared by the first.
         plot: The axes of its plot.
         variants: Its lines, by name.
@@ -193,8 +193,11 @@ def list_items(folder: Path = PAPERS) -> list[Listed]:
 
 
 def load_dataset(name: str, folder: Path = PAPERS) -> Dataset:
-    """Returns a dataset by its name."""
-    datasets: dict[str, Dataset] = _read(folder / _DATASETS, dict[str, Dataset])
+    """Returns a dataset by its name: one of the folder's own, or one of the project's."""
+    files = [file / _DATASETS for file in (PAPERS, folder) if (file / _DATASETS).exists()]
+    datasets: dict[str, Dataset] = {
+        name: found for file in files for name, found in _read(file, dict[str, Dataset]).items()
+    }
     return datasets[one_of("dataset", name, datasets)]
 
 
@@ -266,22 +269,27 @@ def variant_config(item: Item, file: Path, variant: str, dataset: Path, seed: in
     settings = [*item.settings, *(setting for each in lineage for setting in each.settings)]
     settings = [setting.replace("{dataset}", str(dataset.absolute())) for setting in settings]
     data = f"data.path={dataset.absolute() / 'data'}"
-    return load_config(file.parent / config, [data, *settings, f"{SEED}={seed}"])
+    own = file.parent / config
+    return load_config(own if own.exists() else CONFIGS / config, [data, *settings, f"{SEED}={seed}"])
 
 
 def plan_item(item: Item, file: Path, dataset: Path, folder: Path, num_seeds: int) -> list[PlannedRun]:
     """Returns the runs of an item in ``folder``: each variant with seed 0, then each with seed 1, and so on.
+
+    Runs of higher seeds are returned if they have finished.
 
     Raises:
         UserError: Some runs cannot be started; the error lists all mistakes.
     """
     recipes = dict(zip(item.variants, value_names([f"variant={each}" for each in item.variants]), strict=True))
     runs, mistakes = [], dict[str, list[str]]()
-    for seed in range(num_seeds):
+    found = [re.fullmatch(r".*,seed=(\d{1,3})", path.name) for path in folder.glob("*,seed=*")]
+    for seed in range(max(num_seeds, *(int(match[1]) + 1 for match in found if match), 0)):
         for variant, recipe in recipes.items():
             run = NamedRun(f"{recipe},seed={seed}", recipe, (f"variant={recipe}", f"{SEED}={seed}"), ())
             try:
-                runs.append(plan_run(run, variant_config(item, file, variant, dataset, seed), folder))
+                planned = plan_run(run, variant_config(item, file, variant, dataset, seed), folder)
+                runs += [planned] if seed < num_seeds or planned.state == "finished" else []
             except UserError as error:
                 mistakes.setdefault(str(error), []).append(run.name)
     require_no_mistakes(mistakes)

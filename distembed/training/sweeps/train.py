@@ -62,7 +62,7 @@ def train_sweep(
         sweep: The sweep.
         num_workers: Number of runs that are trained at a time.
         say: Is called with a line when a run starts and when one ends.
-        show: Is called with the number of runs that have ended, at the start and after each run.
+        show: Is called with the number of runs that have ended, at the start, after each run, and each second.
 
     Raises:
         UserError: The model of a run cannot be built, or another process trains this sweep; nothing is trained then.
@@ -98,7 +98,7 @@ def train_sweep(
                 continue
             if not processes.running:
                 break
-            run, trial, outcome = processes.wait_for_one()
+            run, trial, outcome = processes.wait_for_one(lambda: show(len(outcomes)))
             value = validated(run, metric)[1] if outcome.status == "finished" else math.nan
             state = TrialState.PRUNED if outcome.status == "pruned" else TrialState.FAIL
             if math.isfinite(value):
@@ -250,9 +250,11 @@ class _Processes:
         self.running.append(_Running(self._start(_work, *arguments), receiver, worker, run, trial))
         sender.close()
 
-    def wait_for_one(self) -> tuple[PlannedRun, Trial, Outcome]:
+    def wait_for_one(self, every_second: Callable[[], None]) -> tuple[PlannedRun, Trial, Outcome]:
         """Waits until any run ends, and returns it with its trial and outcome: ``failed`` if its process died."""
-        ready = wait([running.receiver for running in self.running])[0]
+        while not (receivers := wait([running.receiver for running in self.running], timeout=1.0)):
+            every_second()
+        ready = receivers[0]
         ended = next(running for running in self.running if running.receiver is ready)
         try:
             outcome: Outcome = ended.receiver.recv()
