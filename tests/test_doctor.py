@@ -1,30 +1,49 @@
 """Laws of the doctor: it starts on a broken install, blames what is broken, and every remedy is a command."""
 
+import ensurepip
 import io
 import json
+import os
 import re
 import subprocess
 import sys
 import threading
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 from rich.console import Console
 
+from distembed.base import cuda_driver
 from distembed.base.machine import available_memory_bytes
 from distembed.reports.doctor import facts, findings, trio
-from distembed.reports.doctor.facts import LoadResult
+from distembed.reports.doctor.facts import Facts, LoadResult, MachineFacts
 from distembed.reports.doctor.findings import Finding, Status
 from distembed.reports.doctor.trio import Trio
 from tests.processes import output_of
 
+Capture = pytest.CaptureFixture[str]
 ROOT = Path(__file__).parents[1]
 WELL = LoadResult({"cuda_build": None, "gloo": True, "nccl": False, "devices": []})
 EACH_TRIO = pytest.mark.parametrize("tested", trio.TRIOS.values(), ids=list(trio.TRIOS))
 GPU = {"name": "A100", "memory_bytes": 80 * 2**30, "capability": [8, 0]}
+
+
+def facts_of(
+    installed: Mapping[str, str] = MappingProxyType({}),
+    cuda_build: str | None = None,
+    python_version: tuple[int, ...] = (3, 11, 9),
+    has_gpu: bool = False,
+    driver: str | None = None,
+) -> Facts:
+    torch = LoadResult({"cuda_build": cuda_build})
+    machine = MachineFacts("", 1, frozenset(), False, 0, ROOT, 0)
+    return Facts(python_version, installed, [], has_gpu, driver, {"torch": torch}, WELL, machine)
 
 
 def wrong(found: list[Finding]) -> dict[str, Finding]:
@@ -161,9 +180,11 @@ def test_both_builds_of_fbgemm_are_wrong_and_the_machines_own_is_kept(tested: Tr
     device = findings.chosen_device(installed, has_gpu)
     assert device == ("cuda" if has_gpu else "cpu")
     (blamed,) = wrong(findings.check_trio_versions(installed, device)).values()
-    removed, reinstalled = blamed.remedy.split(" && ")
+    downloaded, removed, reinstalled, _ = blamed.remedy.split(" && ")
     assert "uninstall" in removed and removed.endswith("fbgemm-gpu-cpu fbgemm-gpu")
-    assert reinstalled.endswith(f" {trio.FBGEMM_DISTRIBUTIONS[device]}=={tested.fbgemm}")
+    member = f" {trio.FBGEMM_DISTRIBUTIONS[device]}=={tested.fbgemm}"
+    assert "pip download " in downloaded and downloaded.endswith(member), "without a network nothing is removed"
+    assert "--no-index" in reinstalled and reinstalled.endswith(member)
 
 
 @EACH_TRIO
@@ -171,7 +192,7 @@ def test_the_members_for_another_device_replace_those_that_are_installed(tested:
     for device, other in (("cpu", "cuda"), ("cuda", "cpu")):
         blamed = wrong(findings.check_trio_versions(tested.pins(other), device))
         assert blamed.keys() == {trio.FBGEMM_DISTRIBUTIONS[device]}
-        removed, installed = blamed.popitem()[1].remedy.split(" && ")
+        _, removed, installed, _ = blamed.popitem()[1].remedy.split(" && ")
         assert removed.endswith(f"uninstall -y {trio.FBGEMM_DISTRIBUTIONS[other]}")
         assert installed.endswith(f"--no-deps {trio.FBGEMM_DISTRIBUTIONS[device]}=={tested.fbgemm}")
     for device in ("cpu", "cuda"):
@@ -328,12 +349,89 @@ def test_each_command_of_pip_runs_once_in_order_until_one_fails(
     remedies = [first, "nvidia-smi", second, first, failing, last]
     found = [Finding(str(i), "wrong", "", remedy) for i, remedy in enumerate(remedies)]
     found.insert(0, Finding("worth a note", "note", "", last))
-    monkeypatch.setattr(findings, "gather_facts", lambda: None)
+    monkeypatch.setattr(findings, "gather_facts", facts_of)
     monkeypatch.setattr(findings, "judge", lambda *_: found)
     assert findings.run_fix(None, dry_run=dry_run) == int(not dry_run)
-    printed = [line for line in capfd.readouterr().out.splitlines() if line.endswith("failing")]
+    output = capfd.readouterr()
+    printed = [line for line in output.out.splitlines() if line.endswith("failing")]
     assert printed == [first, second, failing, last][: 4 if dry_run else 3]
     assert (log.read_text().split() if log.exists() else []) == ([] if dry_run else ["first", "second", "failing"])
+    told = f"This command failed:\n  {failing}\nThese commands have not run:\n  {last}\n"
+    again = f"run:\n  {sys.executable} -m distembed.reports.doctor --fix\n"
+    assert dry_run or (output.err.startswith(told) and output.err.endswith(again))
+
+
+def test_a_fault_that_another_had_hidden_is_mended_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (f"{findings._pip('--version')} && echo {name} >> {tmp_path / 'log'}" for name in "ab")
+    states = iter([[first], [second], []])
+    monkeypatch.setattr(findings, "gather_facts", facts_of)
+    monkeypatch.setattr(findings, "judge", lambda *_: [Finding("", "wrong", "", each) for each in next(states)])
+    assert findings.run_fix(None) == 0
+    assert (tmp_path / "log").read_text().split() == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("known", "device", "words"),
+    [
+        ({}, None, None),
+        ({"has_gpu": True, "driver": "580.65.06"}, None, None),
+        ({"has_gpu": True, "driver": "535.10"}, "cpu", None),
+        ({"has_gpu": True, "driver": "535.10", "installed": {"fbgemm-gpu-cpu": "1"}}, None, None),
+        ({"has_gpu": True, "driver": "535.10", "cuda_build": "12.6"}, None, None),
+        ({"has_gpu": True, "driver": "535.10"}, None, "driver 535.10 is too old for CUDA 13.0"),
+        ({"driver": "535.10"}, "cuda", "--fix --device cpu"),
+        (
+            {"python_version": (3, 15, 1)},
+            None,
+            "This is Python 3.15.1; the trio 2.13 is tested on 3.11, 3.12, 3.13, 3.14",
+        ),
+        ({"installed": {"torch": "2.11.0"}}, None, "python3.12 -m venv"),
+    ],
+)
+def test_no_command_runs_where_the_trio_would_not(
+    known: dict[str, Any], device: str | None, words: str | None, monkeypatch: pytest.MonkeyPatch, capfd: Capture
+) -> None:
+    monkeypatch.setattr(cuda_driver, "_library_cuda", lambda: None)
+    monkeypatch.setattr(findings, "gather_facts", lambda: facts_of(**known))
+    monkeypatch.setattr(findings, "judge", lambda *_: [Finding("", "wrong", "", f"{findings._pip('--version')}")])
+    assert findings.run_fix(None, device) == 1
+    output = capfd.readouterr()
+    assert (words is None) == ("--version" in output.out)
+    assert words is None or (words in output.err and "Nothing was changed" in output.err)
+
+
+@pytest.mark.parametrize("remedy", ["", "nvidia-smi"])
+def test_a_dry_run_without_a_command_says_so(remedy: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    monkeypatch.setattr(findings, "gather_facts", facts_of)
+    monkeypatch.setattr(findings, "judge", lambda *_: [Finding("gpu", "wrong", "", remedy)] if remedy else [])
+    assert findings.run_fix(None, dry_run=True) == 0
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("No command of pip mends these faults:" if remedy else "Nothing is wrong.")
+    assert remedy in output.err
+
+
+def test_an_environment_without_pip_is_given_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture
+) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "environment"], check=True)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "environment" / "bin" / "python"))
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.setattr(findings, "gather_facts", facts_of)
+    monkeypatch.setattr(findings, "judge", lambda *_: [Finding("", "wrong", "", findings._pip("--version"))])
+    findings.run_fix(None)
+    assert f"pip {ensurepip.version()} from {tmp_path}" in capfd.readouterr().out
+
+
+def test_two_doctors_mend_one_environment_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    holder = findings._lock_environment()
+    waiting = threading.Thread(target=lambda: os.close(findings._lock_environment()))
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive()
+    os.close(holder)
+    waiting.join()
 
 
 def test_here_each_finding_that_is_wrong_has_a_remedy_and_the_trio_loads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,7 +171,7 @@ def test_in_an_empty_environment_doctor_fix_completes_it_and_all_of_the_quicksta
     commands = distembed("doctor", "--fix", "--dry-run").splitlines()
     distembed("doctor", "--fix")
     assert len(commands) == 3 and all("--no-deps" in command for command in commands)
-    assert distembed("doctor", "--dry-run") == ""
+    assert distembed("doctor", "--dry-run") == "Nothing is wrong.\n"
 
     distembed(*training, "runs/full")
     distembed(*training, "runs/qr", "embedding.default.partition=quotient_remainder")

@@ -1,7 +1,10 @@
 """Judges each fact: it is well, worth a note, or wrong with the command that mends it."""
 
+import fcntl
 import importlib
+import os
 import shlex
+import site
 import subprocess
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -106,8 +109,20 @@ def check_trio_versions(installed: Mapping[str, str], device: str) -> list[Findi
     detail = f"{' and '.join(builds)} are both installed; the later one has overwritten the other's files"
     if right_build not in builds:
         detail = f"{builds[0]} is installed, which is not built for {device}"
-    remedy = f"{_pip('uninstall', '-y', *builds)} && {_install_member(right_build, tested.fbgemm)}"
-    return [*findings[:-1], Finding(right_build, "wrong", detail, remedy)]
+    return [*findings[:-1], Finding(right_build, "wrong", detail, _replace(builds, right_build, tested.fbgemm))]
+
+
+def _replace(builds: Sequence[str], name: str, pinned: str) -> str:
+    """Returns the command that removes builds of FBGEMM and installs one, which it downloads before."""
+    writable = sys.prefix if os.access(sys.prefix, os.W_OK) else site.getuserbase()
+    downloads = str(Path(writable, "fbgemm-download"))
+    commands = (
+        _pip("download", "--no-deps", "--dest", downloads, f"{name}=={pinned}"),
+        _pip("uninstall", "-y", *builds),
+        _install_member(name, pinned, "--no-index", "--find-links", downloads),
+        shlex.join(["rm", "-r", downloads]),
+    )
+    return " && ".join(commands)
 
 
 def _check_version(name: str, pinned: str, version: str | None) -> Finding:
@@ -276,9 +291,10 @@ def _pip(*arguments: str) -> str:
     return shlex.join([sys.executable, "-m", "pip", *arguments])
 
 
-def _fix_for(device: str) -> str:
-    """Returns the command that changes to the members of the trio for a device."""
-    return shlex.join([sys.executable, "-m", "distembed.reports.doctor", "--fix", "--device", device])
+def _fix_for(device: str | None) -> str:
+    """Returns the command that changes to the members of the trio for a device; None keeps the doctor's own choice."""
+    options = () if device is None else ("--device", device)
+    return shlex.join([sys.executable, "-m", "distembed.reports.doctor", "--fix", *options])
 
 
 _STYLES = {"ok": "green", "note": "yellow", "wrong": "bold red"}
@@ -286,7 +302,11 @@ _STYLES = {"ok": "green", "note": "yellow", "wrong": "bold red"}
 
 def run_doctor(console: "Console | None", device: str | None = None) -> int:
     """Prints the findings, without a console as plain text; returns the exit code, 1 where something is wrong."""
-    findings = judge(gather_facts(), device)
+    return print_findings(judge(gather_facts(), device), console)
+
+
+def print_findings(findings: Sequence[Finding], console: "Console | None") -> int:
+    """Prints findings, without a console as plain text; returns the exit code, 1 where something is wrong."""
     if console is None:
         print(*(f"{finding.subject:20} {finding.status:6} {finding.detail}" for finding in findings), sep="\n")
         print(*remedy_lines(findings), sep="\n")
@@ -298,14 +318,100 @@ def run_doctor(console: "Console | None", device: str | None = None) -> int:
 def run_fix(console: "Console | None", device: str | None = None, *, dry_run: bool = False) -> int:
     """Runs the commands of pip that mend what is wrong, and prints each before; returns the exit code of the doctor.
 
-    Prints the commands alone with ``dry_run``, and returns 0. Ends at the first command that fails, with 1.
+    Runs further commands where a mended fault had hidden another. Ends at the first command that fails, with 1, and
+    with 1 before any command where :func:`reason_not_to_fix` has one. Waits for a doctor that mends this environment.
+
+    Prints the commands alone with ``dry_run``, and returns 0.
     """
-    for command in fixing_commands(judge(gather_facts(), device)):
-        print(command, flush=True)
-        if not dry_run and subprocess.run(command, shell=True).returncode != 0:
-            return 1
-    importlib.invalidate_caches()
-    return 0 if dry_run else run_doctor(console, device)
+    lock = None if dry_run else _lock_environment()
+    begun: set[str] = set()
+    try:
+        while True:
+            facts = gather_facts()
+            found = judge(facts, device)
+            commands = [command for command in fixing_commands(found) if command not in begun]
+            if not commands:
+                break
+            if reason := reason_not_to_fix(facts, device):
+                print(reason, file=sys.stderr)
+                return 1
+            if not _has_pip():
+                commands.insert(0, shlex.join([sys.executable, "-m", "ensurepip"]))
+            if dry_run:
+                print(*commands, sep="\n")
+                return 0
+            for position, command in enumerate(commands):
+                print(command, flush=True)
+                # pip inherits the lock, and holds it where it outlives a killed doctor
+                if subprocess.run(command, shell=True, pass_fds=() if lock is None else (lock,)).returncode != 0:
+                    print(_tell_failure(command, commands[position + 1 :], device), file=sys.stderr)
+                    return 1
+            begun.update(commands)
+            importlib.invalidate_caches()
+    finally:
+        if lock is not None:
+            os.close(lock)
+    if dry_run:
+        others = remedy_lines(found)
+        print(
+            "No command of pip mends these faults:" if others else "Nothing is wrong.",
+            *others,
+            sep="\n",
+            file=sys.stderr,
+        )
+        return 0
+    return print_findings(found, console)
+
+
+def reason_not_to_fix(facts: Facts, device: str | None = None) -> str | None:
+    """Returns why no command of pip would give an installation that runs, with a remedy; None where there is no reason.
+
+    A Python on which the trio is not tested has no wheels of its members. The members for CUDA are gigabytes, and do
+    not run on a driver that is too old.
+    """
+    tested = trio_of(facts.installed)
+    if facts.python_version[0] != 3 or facts.python_version[1] not in tested.pythons:
+        return (
+            f"This is Python {'.'.join(map(str, facts.python_version))}; the trio {tested.name} is tested on "
+            f"{tested.python_names}. Nothing was changed: install distembed in an environment of one of them, such as "
+            f"`python3.{max(tested.pythons)} -m venv environment`."
+        )
+    if (device or chosen_device(facts.installed, facts.has_gpu)) == "cuda":
+        shortage = driver_shortage(facts.loads["torch"].facts.get("cuda_build") or tested.cuda, facts.driver)
+        if shortage:
+            return (
+                f"{shortage[0].upper()}{shortage[1:]}. Nothing was changed: install a newer driver, or take the "
+                f"trio's members for processors by:\n  {_fix_for('cpu')}"
+            )
+    return None
+
+
+def _lock_environment() -> int:
+    """Waits until no other doctor changes this environment; returns a descriptor that holds others off until closed."""
+    lock = os.open(sys.prefix, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        print(f"Another `distembed doctor --fix` changes {sys.prefix}; waiting for its end.", file=sys.stderr)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    except OSError:
+        pass  # a file system without locks
+    return lock
+
+
+def _has_pip() -> bool:
+    """Returns whether this Python has pip, which some environments are made without."""
+    return subprocess.run([sys.executable, "-c", "import pip"], capture_output=True).returncode == 0
+
+
+def _tell_failure(failed: str, remaining: Sequence[str], device: str | None) -> str:
+    """Returns the command that failed, the commands that have not run, and the command that continues."""
+    lines = ["This command failed:", f"  {failed}"]
+    if remaining:
+        lines += ["These commands have not run:", *(f"  {command}" for command in remaining)]
+    return "\n".join(
+        [*lines, "Mend the cause, such as an index that pip cannot reach, then run:", f"  {_fix_for(device)}"]
+    )
 
 
 def fixing_commands(findings: Sequence[Finding]) -> list[str]:
