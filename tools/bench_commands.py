@@ -5,11 +5,14 @@ It loads no torch: Linux counts the memory of the process that starts a command 
 
 import argparse
 import gzip
+import hashlib
 import json
 import os
+import platform
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -33,9 +36,15 @@ def bench_parser(doc: str | None) -> argparse.ArgumentParser:
 
 def write_output(options: argparse.Namespace, results: object) -> None:
     """Writes results to the file of ``--output``, if it is given, in place of the rows of :func:`kept_rows`."""
-    if options.output is not None:
-        write_json(options.output, results)
-        _rows_file(options.output).unlink(missing_ok=True)
+    if options.output is None:
+        return
+    write_json(options.output, results)
+    file, settings = _rows_file(options.output), _settings(options)
+    others = [line for line in _whole_lines(file) if json.loads(line)["settings"] != settings]
+    if others:
+        file.write_text("".join(others))
+    else:
+        file.unlink(missing_ok=True)
 
 
 def told(values: Sequence[T], what: str) -> Iterator[T]:
@@ -52,35 +61,70 @@ def kept_rows(
     """Returns the row of each measure, as JSON has it, by name in their order; says on stderr how many are done.
 
     With ``--output FILE`` each row is a line of ``FILE.rows.jsonl`` as soon as it is known. After a bench that was
-    stopped, one with equal options takes the rows from there; :func:`write_output` removes the file.
+    stopped, one with equal options, input files, code and machine takes the rows from there; :func:`write_output`
+    removes them. After a failure or Ctrl-C, measures that run already come to their end, and no others start.
     """
-    settings = {key: str(value) for key, value in vars(options).items() if key not in ("output", "only", "jobs")}
     file = None if options.output is None else _rows_file(options.output)
+    settings = _settings(options)
     rows: dict[str, Any] = {}
     if file is not None and file.exists():
-        lines = [line for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        lines = _whole_lines(file)
         file.write_text("".join(lines))  # without the line that a killed bench cut short
         read = [line for line in map(json.loads, lines) if line["settings"] == settings]
         rows = {line["name"]: line["row"] for line in read if line["name"] in measures}
     missing = [name for name in measures if name not in rows]
-    started = time.monotonic()
-    for done, (name, row) in enumerate(_taken(measures, missing, workers), start=1):
-        rows[name] = json.loads(json.dumps(row))
-        if file is not None:
-            with file.open("a") as opened:
-                opened.write(json.dumps({"name": name, "settings": settings, "row": row}) + "\n")
-        _tell(name, done, len(missing), started)
+    started, num_kept, lock = time.monotonic(), len(rows), threading.Lock()
+
+    def take(name: str) -> None:
+        row = json.loads(json.dumps(measures[name]()))
+        with lock:
+            rows[name] = row
+            if file is not None:
+                with file.open("a") as opened:
+                    opened.write(json.dumps({"name": name, "settings": settings, "row": row}) + "\n")
+            _tell(name, len(rows) - num_kept, len(missing), started)
+
+    if workers == 1:  # in this thread
+        for name in missing:
+            take(name)
+        return {name: rows[name] for name in measures}
+    pool = ThreadPoolExecutor(workers)
+    try:
+        for future in as_completed([pool.submit(take, name) for name in missing]):
+            future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
     return {name: rows[name] for name in measures}
 
 
-def _taken(measures: Mapping[str, Callable[[], Any]], names: Sequence[str], workers: int) -> Iterator[tuple[str, Any]]:
-    """Yields names with their rows, as they come; one worker measures in this thread."""
-    if workers == 1:
-        yield from ((name, measures[name]()) for name in names)
-        return
-    with ThreadPoolExecutor(workers) as pool:
-        running = {pool.submit(measures[name]): name for name in names}
-        yield from ((running[future], future.result()) for future in as_completed(running))
+def _settings(options: argparse.Namespace) -> dict[str, str]:
+    """Returns what a bench's rows depend on: its options, input files and threads, the machine, and the code."""
+    settings = {key: _with_stamp(value) for key, value in vars(options).items() if key not in ("output", "only")}
+    git = ["git", "-C", str(Path(__file__).parent)]
+    code = [
+        subprocess.run([*git, *words], capture_output=True).stdout
+        for words in (["rev-parse", "HEAD"], ["diff", "HEAD"])
+    ]
+    revision = hashlib.sha256(b"".join(code)).hexdigest()
+    return settings | {
+        "threads": os.environ.get("OMP_NUM_THREADS", ""),
+        "machine": f"{platform.node()}, {os.cpu_count()} cores",
+        "revision": revision,
+    }
+
+
+def _with_stamp(value: object) -> str:
+    """Returns an option as text, with the size and the time of the file that it names."""
+    if isinstance(value, str | Path) and (path := Path(value)).is_file():
+        status = path.stat()
+        return f"{value} {status.st_size} {status.st_mtime_ns}"
+    return str(value)
+
+
+def _whole_lines(file: Path) -> list[str]:
+    """Returns the lines of a file without one that was cut short; none where there is no file."""
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    return [line for line in lines if line.endswith("\n")]
 
 
 def _rows_file(output: Path) -> Path:

@@ -7,6 +7,7 @@
 
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
-from bench_commands import bench_parser, timed_command, write_output
+from bench_commands import bench_parser, kept_rows, timed_command, write_output
 from rich.console import Console
 from rich.table import Table
 
@@ -66,7 +67,8 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         write_rows(Path(name), arguments.rows)
-        results = [measure(Path(name), one, arguments.rows) for one in COMMANDS]
+        measures = {one: partial(measure, Path(name), one, arguments.rows) for one in COMMANDS}
+        results = [*kept_rows(arguments, measures).values()]
     table = Table("input", "seconds", "processor s", "rows/s", "peak MB", title=f"{arguments.rows:,} interactions")
     for result in results:
         seconds, processor_seconds = f"{result['seconds']:.1f}", f"{result['processor_seconds']:.1f}"

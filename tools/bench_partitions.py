@@ -7,13 +7,14 @@
 Each case runs in a separate process. Its peak memory includes torch and the input assignments.
 """
 
-import argparse
 import multiprocessing
 import resource
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
+from bench_commands import bench_parser, kept_rows, write_output
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -59,23 +60,29 @@ def run(name: str, num_ids: int, answer: "multiprocessing.SimpleQueue[tuple[floa
     answer.put((seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, outcome))
 
 
+def run_alone(name: str, num_ids: int) -> tuple[float, float, str]:
+    """Runs one case in a process of its own, and returns its seconds, peak GB and outcome."""
+    context = multiprocessing.get_context("spawn")
+    answer = context.SimpleQueue()
+    process = context.Process(target=run, args=(name, num_ids, answer))
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise SystemExit(f"{name}: the process ended with exit code {process.exitcode}")
+    return answer.get()
+
+
 def main() -> None:
     """Measures every case and prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__)
     parser.add_argument("--ids", type=int, default=100_000_000)
     options = parser.parse_args()
     table = Table("case", "ids", "seconds", "peak GB", "outcome")
-    context = multiprocessing.get_context("spawn")
-    for name in CASES:
-        answer = context.SimpleQueue()
-        process = context.Process(target=run, args=(name, options.ids, answer))
-        process.start()
-        process.join()
-        if process.exitcode:
-            raise SystemExit(f"{name}: the process ended with exit code {process.exitcode}")
-        seconds, peak, outcome = answer.get()
+    rows = kept_rows(options, {name: partial(run_alone, name, options.ids) for name in CASES})
+    for name, (seconds, peak, outcome) in rows.items():
         table.add_row(name, f"{options.ids:,}", f"{seconds:.1f}", f"{peak:.2f}", outcome)
     Console(width=110).print(table)
+    write_output(options, rows)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,11 @@ replacements neighbours::
 
 import statistics
 import time
+from functools import partial
+from typing import Any
 
 import torch
-from bench_commands import bench_parser, write_output
+from bench_commands import bench_parser, kept_rows, write_output
 from bench_common import NAMES, NUM_IDS, surroundings, trainer_step, wait_for
 from bench_train import build_ours, draw_batches
 from rich.console import Console
@@ -82,19 +84,25 @@ def main() -> None:
     options = parser.parse_args()
     graph = random_graph(5 * NUM_IDS)
     table = Table("batch", "precision", "rule", "p0", "replacement, ms", "step, ms", "share of the step")
-    results = []
     with process_group("auto") as ranks:
-        for batch_size in options.batch_sizes:
-            for precision in options.precisions:
-                for p0 in options.p0:
-                    for name, rule in rules(p0, graph).items():
-                        steps = max(25, round(options.seconds * 40_000 / batch_size))
-                        replacement, step = measure(rule, batch_size, precision, steps, ranks)
-                        result = {"rule": name, "p0": p0, "batch_size": batch_size, "precision": precision}
-                        result |= {"replacement_ms": replacement * 1e3, "step_ms": step * 1e3}
-                        results.append({**result, "share": replacement / step})
-                        times = f"{replacement * 1e3:.3f}", f"{step * 1e3:.2f}", f"{replacement / step:.2%}"
-                        table.add_row(str(batch_size), precision, name, str(p0), *times)
+
+        def row(batch_size: int, precision: str, p0: float, name: str) -> dict[str, Any]:
+            steps = max(25, round(options.seconds * 40_000 / batch_size))
+            replacement, step = measure(rules(p0, graph)[name], batch_size, precision, steps, ranks)
+            result = {"rule": name, "p0": p0, "batch_size": batch_size, "precision": precision}
+            return {**result, "replacement_ms": replacement * 1e3, "step_ms": step * 1e3, "share": replacement / step}
+
+        measures = {
+            f"{batch_size}, {precision}, {name} {p0}": partial(row, batch_size, precision, p0, name)
+            for batch_size in options.batch_sizes
+            for precision in options.precisions
+            for p0 in options.p0
+            for name in rules(p0, graph)
+        }
+        results = [*kept_rows(options, measures).values()]
+        for result in results:
+            times = f"{result['replacement_ms']:.3f}", f"{result['step_ms']:.2f}", f"{result['share']:.2%}"
+            table.add_row(str(result["batch_size"]), result["precision"], result["rule"], str(result["p0"]), *times)
         Console(width=120).print(table)
         write_output(options, {**surroundings(ranks.device), "results": results})
 
