@@ -18,6 +18,7 @@ import pytest
 from distembed.base.errors import Interrupted, UserError
 from distembed.checkpoints.store import checkpoint_place, newest_checkpoint
 from distembed.training.run_folder.lock import owned
+from distembed.training.run_folder.record import RunInfo
 from distembed.training.sweeps import train
 from distembed.training.sweeps.sweep import Sweep, given_runs, plan_sweep
 from distembed.training.sweeps.train import train_sweep
@@ -216,6 +217,7 @@ def test_tpe_trains_so_many_runs_and_prunes_bad_ones(config: Path, tmp_path: Pat
     assert len(ended) == 7 and set(ended.values()) == {"finished", "pruned"}, output
     pruned = [name for name, how in ended.items() if how == "pruned"]
     assert all("pruned after step 2" in (folder / name / "run.json").read_text() for name in pruned)
+    assert {name: RunInfo.read(folder / name / "run.json").status for name in ended} == ended
     call("sweep", config, *settings, "--run-dir", folder)  # does nothing
     assert status(folder) == ended
 

@@ -16,6 +16,8 @@ from distembed.base.errors import UserError
 from distembed.base.files import read_json, read_regular_file
 from distembed.tasks.reported_metrics import ReportedMetric, parse_metrics
 
+PRUNED = "pruned after step "
+"""Beginning of the error of a run that a sweep ended early."""
 _REQUIRED = ("run.json", "config.yaml")
 _MOST_METRICS_BYTES = 1 << 34
 
@@ -26,8 +28,8 @@ class RunInfo:
 
     Attributes:
         name: The run's name.
-        status: ``finished``, ``interrupted``, ``failed``, or ``unfinished`` for a run that may still train, or may have
-            been killed.
+        status: ``finished``, ``interrupted``, ``failed``, ``pruned`` by a sweep, or ``unfinished`` for a run that may
+            still train, or may have been killed.
         error: Why the run was interrupted or failed.
         started: When the run was started last, in UTC.
         finished: When it ended, in UTC.
@@ -82,7 +84,7 @@ class RunInfo:
                 raise UserError(f"{path}: {key} is {values[key]!r} instead of an object; the run folder is damaged.")
         readers = {field.name: _READERS[field.type] for field in fields(cls) if field.type in _READERS}
         plain = {name: read(values, name) for name, read in readers.items()}
-        status = plain["status"] or "running"
+        status = "pruned" if PRUNED in (plain["error"] or "") else plain["status"] or "running"
         return cls(
             **{
                 **plain,

@@ -37,7 +37,6 @@ from distembed.training.sweeps.axes import NamedRun, named_runs, parse_axes
 
 SWEEP_FILE, SWEEP_REPORT, STUDY_FILE, LOGS = "sweep.json", "report.html", "optuna.log", "logs"
 _OWN = (SWEEP_FILE, SWEEP_REPORT, STUDY_FILE, LOGS)
-PRUNED = "pruned after step "
 """How the error of a run begins that was stopped early, since other runs were better."""
 Sampler = Literal["grid", "random", "tpe"]
 RunState = Literal["finished", "pruned", "resumed", "new"]
@@ -200,9 +199,8 @@ def _state(config: Config, folder: Path) -> RunState:
     # the config in the folder has grown tables and decisions, which resumed_config gives this config too
     if text != relative_to_run(resumed_config(config, folder), folder).to_yaml():
         return "resumed"
-    if PRUNED in (info.error or ""):
-        return "pruned"
-    return "finished" if info.status == "finished" else "resumed"
+    ends: dict[str, RunState] = {"finished": "finished", "pruned": "pruned"}
+    return ends.get(info.status, "resumed")
 
 
 def _with_own_checkpoints(config: Config, folder: Path) -> Config:

@@ -29,8 +29,8 @@ from distembed.base.process import PARENT_VARIABLE, end_with_parent
 from distembed.tasks import build_task
 from distembed.tasks.reported_metrics import ReportedMetric
 from distembed.training.run_folder.lock import owned
-from distembed.training.run_folder.record import RunRecord
-from distembed.training.sweeps.sweep import LOGS, PRUNED, STUDY_FILE, Outcome, PlannedRun, Sweep, require_no_mistakes
+from distembed.training.run_folder.record import PRUNED, RunRecord
+from distembed.training.sweeps.sweep import LOGS, STUDY_FILE, Outcome, PlannedRun, Sweep, require_no_mistakes
 
 try:
     import optuna
