@@ -39,7 +39,9 @@ def reproduce_command(
     any_data: Annotated[
         bool, typer.Option("--any-data", help="Take raw files whose checksums differ from those of datasets.yaml.")
     ] = False,
-    list_all: Annotated[bool, typer.Option("--list", help="List every figure and table of the papers.")] = False,
+    list_all: Annotated[
+        bool, typer.Option("--list", help="List the figures and tables, and the reasons for those that are not run.")
+    ] = False,
 ) -> None:
     """Train a figure or a table of a paper again: all its variants and seeds, then a table and a plot.
 

@@ -75,7 +75,9 @@ class Reproduced:
         metrics = [known.get(name, ReportedMetric(name, name)) for name in self.item.metrics]
         headings = ["variant", "seeds", "parameters", "in tables"]
         first = metrics[0]
-        headings += [*(metric.heading for metric in metrics), f"{first.heading}, difference", "paper"]
+        headings += [*(metric.heading for metric in metrics), f"{first.heading}, difference"]
+        has_reported = any(variant.reported for variant in self.item.variants.values())
+        headings += ["paper"] if has_reported else []
         rows = []
         for name, group in self.groups.items():
             base = self.groups.get(self.item.variants[name].of or "")
@@ -89,7 +91,7 @@ class Reproduced:
                     ""
                     if base is None
                     else difference_text(group.sample(first.name), base.sample(first.name), first.number_format),
-                    self.item.variants[name].reported,
+                    *([self.item.variants[name].reported] if has_reported else []),
                 ]
             )
         return headings, rows
@@ -179,7 +181,7 @@ def report_item(
     write_json(folder / RESULTS, {"files": files, "variants": found.results()})
     write_run_report([run.path for group in found.groups.values() for run in group.runs], folder / SWEEP_REPORT)
     print_table(headings, rows, console)
-    for text in (item.reported, item.remark):
+    for text in filter(None, (item.reported, item.remark)):
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     written = ", ".join(str(folder / name) for name in (TABLE, PLOT, RESULTS, SWEEP_REPORT))
     console.print(written, markup=False, highlight=False, soft_wrap=True)

@@ -96,24 +96,24 @@ class Item:
 
     Attributes:
         title: What it shows.
-        reported: What the paper reports, in a sentence.
         dataset: Name of its dataset.
         config: Its config, relative to its file, or else to the project's configs.
         metrics: The metrics of its table; variants are compared by the first.
         plot: The axes of its plot.
         variants: Its lines, by name.
         settings: Settings of all variants.
+        reported: What the paper reports, in a sentence; empty for an experiment that is not of the paper.
         remark: How the item differs from the paper's.
     """
 
     title: str
-    reported: str
     dataset: str
     config: str
     metrics: Annotated[list[str], Len(1)]
     plot: Plot
     variants: Annotated[dict[str, Variant], Len(1)]
     settings: list[str] = field(default_factory=list)
+    reported: str = ""
     remark: str = ""
 
     def lineage(self, name: str) -> list[Variant]:
@@ -148,7 +148,10 @@ class Paper:
 
 @dataclass(frozen=True)
 class Listed:
-    """A line of the list of figures and tables: one to run, or one with the reason why it is not run."""
+    """A line of the list of figures and tables: one to run, or one with the reason why it is not run.
+
+    An experiment that is not of the paper says so in its title.
+    """
 
     name: str
     title: str
@@ -178,7 +181,7 @@ def load_item(name: str, folder: Path = PAPERS) -> Item:
 
 
 def list_items(folder: Path = PAPERS) -> list[Listed]:
-    """Returns every figure and table of the papers, paper by paper."""
+    """Returns the items of the papers, and the figures that are not run, paper by paper."""
     if not folder.is_dir():
         raise UserError(f"--papers {folder} is no folder; leave --papers out for the project's own items.")
     lines = []
@@ -186,10 +189,14 @@ def list_items(folder: Path = PAPERS) -> list[Listed]:
         own = file.parent.name
         items = [path for path in file.parent.glob("*.yaml") if path != file]
         lines += [
-            *(Listed(f"{own}/{path.stem}", _read(path, Item).title, None) for path in items),
+            *(Listed(f"{own}/{path.stem}", _title(_read(path, Item)), None) for path in items),
             *(Listed(f"{own}/{name}", "", reason) for name, reason in _read(file, Paper).not_run.items()),
         ]
     return sorted(lines, key=lambda line: line.name)
+
+
+def _title(item: Item) -> str:
+    return item.title if item.reported else f"{item.title} (not of the paper)"
 
 
 def load_dataset(name: str, folder: Path = PAPERS) -> Dataset:
