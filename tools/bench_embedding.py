@@ -187,8 +187,8 @@ def contenders(optimizer: str = ROW_WISE) -> dict[str, Contender]:
         "id check alone": id_check(),
     }
     for name, partition in (("full", Naive(NUM_IDS)), ("hashed", remainder)):
-        for label, kernel in (("FBGEMM's lookup", "fbgemm"), ("in one pass", "fused")):
-            by_name[f"{name}, {label}"] = make(partition, COMPOSITIONS["product"](), kernel=kernel)
+        for label, kernel in (("", "auto"), (", FBGEMM's lookup", "fbgemm"), (", in one pass", "fused")):
+            by_name[f"{name}{label}"] = make(partition, COMPOSITIONS["product"](), kernel=kernel)
     for name, composition in COMPOSITIONS.items():
         by_name[f"quotient-remainder, {name}"] = make(quotient_remainder, composition())
     product = COMPOSITIONS["product"]()
@@ -241,11 +241,13 @@ def main() -> None:
     )
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default=ROW_WISE, help="optimizer of the tables")
     options = parser.parse_args()
-    chosen = {
-        name: c
-        for name, c in contenders(options.optimizer).items()
-        if name == BASELINE or re.search(options.only, name)
-    }
+    try:
+        chosen = {name: own for name, own in contenders(options.optimizer).items() if re.search(options.only, name)}
+    except re.error as error:
+        parser.error(f"--only {options.only!r} is no regular expression: {error}")
+    if not chosen:
+        parser.error(f"--only {options.only!r} matches no contender; there are: {'; '.join(contenders())}")
+    chosen = {BASELINE: contenders(options.optimizer)[BASELINE], **chosen}
     rows: list[dict[str, Any]] = []
     table = Table("contender", "batch", "bag", "ms", f"to {BASELINE}", "to the floor")
     with process_group("cpu"):

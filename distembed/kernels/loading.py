@@ -20,10 +20,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from distembed.base.errors import UserError
-from distembed.base.machine import is_intel_processor
 
 _log = logging.getLogger(__name__)
 
@@ -73,19 +70,6 @@ def _has_halves() -> bool:
 
     cpu_features: str | None = getattr(config, "CPU_FEATURES")  # noqa: B009  # set as numba is imported
     return "+f16c" in (binding.get_host_cpu_features().flatten() if cpu_features is None else cpu_features).split(",")
-
-
-@cache
-def is_faster_alone(optimizer: str | None) -> bool:
-    """Returns whether one pass was measured to beat FBGEMM's lookup of tables of one partition on this processor.
-
-    FBGEMM's Adagrad takes 1.4 to 2.9 times as long as one pass. Its row-wise Adagrad takes 4 to 9 times as long on
-    Intel processors and on AMD's without AVX-512, and is fast on AMD's with AVX-512. SGD takes as long as one pass.
-    """
-    if platform.machine() not in ("x86_64", "AMD64"):
-        return False  # not measured
-    is_slow_row_wise = is_intel_processor() or torch.backends.cpu.get_cpu_capability() != "AVX512"
-    return optimizer == "adagrad" or (optimizer == "row_wise_adagrad" and is_slow_row_wise)
 
 
 @cache

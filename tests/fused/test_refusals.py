@@ -19,9 +19,9 @@ from distembed.base.errors import UserError
 from distembed.composition import PathMLP, Sum
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.kernels import loading
-from distembed.partitions import Explicit, QuotientRemainder
+from distembed.partitions import Explicit, Naive, QuotientRemainder, Remainder
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
-from distembed.sharding.groups.fused import FusedGroup
+from distembed.sharding.groups.fused import FusedGroup, is_faster_alone
 from distembed.sharding.lookup import sharded_lookups
 from tests.placing import shard_as
 from tests.ranks import free_port, run_on_ranks, start
@@ -106,6 +106,12 @@ def check_cases(rank: int, world_size: int) -> None:
             assert is_fused(build(case, "fused"))
             continue
         check_refused(lambda case=case: build(case, "fused"), case[-1])
+    for partition in (Naive(NUM_IDS), Remainder(NUM_IDS, collisions=4)):
+        case = ({"partition": partition}, RATE, {}, "table_wise", "")
+        auto, unfused = build(case, "auto"), build(case, "fbgemm")
+        assert is_fused(auto) == is_faster_alone("row_wise_adagrad") and not is_fused(unfused)
+        for own, expected in zip(numbers(auto), numbers(unfused), strict=True):
+            torch.testing.assert_close(own, expected)
 
 
 def check_refused(make: Callable[[], Any], reason: str) -> None:

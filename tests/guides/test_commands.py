@@ -30,6 +30,7 @@ def commands_in_blocks(text: str) -> Iterator[list[str]]:
         words = shlex.shlex(without_comments.replace("\\\n", " "), posix=True, punctuation_chars="\n|&;()<>")
         words.whitespace, words.whitespace_split, words.commenters = " \t", True, ""
         command: list[str] | None = None
+        before = "\n"
         for word in [*words, "\n"]:
             if re.fullmatch(r"[\n|&;()<>]+", word):
                 if command is not None:
@@ -38,8 +39,9 @@ def commands_in_blocks(text: str) -> Iterator[list[str]]:
                 command = None
             elif command is not None:
                 command.append(word)
-            elif word == "distembed":
+            elif word == "distembed" and re.fullmatch(r"[\n|&;()<>]+|-m|--|do|time|\w+=.*", before):
                 command = []
+            before = word
 
 
 def command_of(arguments: list[str]) -> tuple[Any, list[str]]:

@@ -12,13 +12,12 @@ from torchrec.distributed.types import ParameterSharding, ShardingType, ShardMet
 from distembed.composition import COMPOSITIONS
 from distembed.embedding import CompositionalEmbeddingBagConfig, CompositionalEmbeddingConfig
 from distembed.embedding.settings import POOLINGS
-from distembed.kernels import loading
 from distembed.optim.declared import TableOptimizers
 from distembed.partitions import Naive, QuotientRemainder
 from distembed.planning.buffers import Step
 from distembed.planning.request import Workload
 from distembed.sharding import groups
-from distembed.sharding.groups import GroupLoad, TableLoad, group_type, make_group
+from distembed.sharding.groups import GroupLoad, TableLoad, fused, group_type, make_group
 from distembed.sharding.groups.fused import FusedGroup
 from distembed.sharding.placement import place_table
 from distembed.sharding.table_slice import LocalTable, unit_size, width
@@ -75,21 +74,21 @@ def test_the_lookup_is_of_the_kind_that_is_counted(composition: str, pooling: st
 
 
 @pytest.mark.parametrize(
-    ("machine", "is_intel", "instructions", "in_one_pass"),
+    ("architecture", "is_intel", "has_avx512", "in_one_pass"),
     [
-        ("x86_64", True, "AVX512", {"adagrad", "row_wise_adagrad"}),
-        ("x86_64", False, "AVX2", {"adagrad", "row_wise_adagrad"}),
-        ("x86_64", False, "AVX512", {"adagrad"}),
-        ("aarch64", False, "DEFAULT", set()),
+        ("x86_64", True, True, {"adagrad", "row_wise_adagrad"}),
+        ("x86_64", False, False, {"adagrad", "row_wise_adagrad"}),
+        ("x86_64", False, True, {"adagrad"}),
+        ("aarch64", False, False, set()),
     ],
 )
 def test_tables_of_one_partition_take_one_pass_where_the_processor_and_the_optimizer_make_it_faster(
-    monkeypatch: pytest.MonkeyPatch, machine: str, is_intel: bool, instructions: str, in_one_pass: set[str]
+    monkeypatch: pytest.MonkeyPatch, architecture: str, is_intel: bool, has_avx512: bool, in_one_pass: set[str]
 ) -> None:
-    monkeypatch.setattr(loading.platform, "machine", lambda: machine)
-    monkeypatch.setattr(loading, "is_intel_processor", lambda: is_intel)
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: instructions)
-    monkeypatch.setattr(groups, "is_faster_alone", loading.is_faster_alone.__wrapped__)
+    capabilities = {"architecture": architecture, "avx512_f": has_avx512}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    monkeypatch.setattr(fused, "is_intel_processor", lambda: is_intel)
+    monkeypatch.setattr(groups, "is_faster_alone", fused.is_faster_alone.__wrapped__)
     table = CompositionalEmbeddingBagConfig("t", NUM_IDS, DIM, ["f"], Naive(NUM_IDS))
     own = place_table(table, hypothetical_unit(table, "table_wise", 2), 2).slice(0, DIM)
     kinds = {name: group_type(own, "cpu", name) for name in ("sgd", "adagrad", "row_wise_adagrad", "lamb")}

@@ -20,12 +20,12 @@ from torch import nn
 
 from distembed.composition import Product
 from distembed.embedding.config import CompositionalEmbeddingConfig
-from distembed.kernels.loading import is_faster_alone
 from distembed.optim.kinds import fused_optimizer_name
 from distembed.sharding.groups.base import AbsentGroup, Group, LookupRequest
 from distembed.sharding.groups.fused import (
     FusedGroup,
     fused_refusal,
+    is_faster_alone,
     reason_against_settings,
     reason_not_fused,
     reason_not_loaded,
