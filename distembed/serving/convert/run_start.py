@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor, nn
 
@@ -96,7 +97,7 @@ def convert(
 def error_table(errors: Sequence[FitError], codes_of: Callable[[str], str] | None = None) -> Table:
     """Returns the errors as a table for the terminal; ``codes_of`` describes the codes of a table, by its name."""
     sizes = ("compositional",) if codes_of is None else ("with codes", "codes")
-    table = Table("table", "ids", "full", *sizes, "variance left", "worst id", "its distance")
+    table = Table("table", "ids", "full", *sizes, "variance left", "worst id", "its distance", box=SIMPLE_HEAD)
     for error in errors:
         table.add_row(
             error.table,

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from distembed.base.errors import UserError
@@ -145,7 +146,7 @@ class SearchResult:
     def table(self) -> Table:
         """Returns the points as a table for the terminal, the largest first."""
         headline = self.metric.heading
-        rows = Table("tables", "bytes", "times smaller", "cost", f"{headline}, validation", "test")
+        rows = Table("tables", "bytes", "times smaller", "cost", f"{headline}, validation", "test", box=SIMPLE_HEAD)
         for point in sorted(self.points, key=lambda own: -own.num_bytes):
             form, test = self.metric.number_format, point.test.get(self.metric.name, math.nan)
             rows.add_row(
