@@ -1,6 +1,7 @@
 """The commands ``configs``, ``describe``, ``report``, ``check`` and ``doctor``: configs, runs and this machine."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Annotated, Literal
@@ -21,14 +22,22 @@ def configs_command(
         Path | None, typer.Option("--output", "-o", help="Folder to make, with a copy of all of them.")
     ] = None,
 ) -> None:
-    """List the configs that are installed with distembed, or copy them into a new folder."""
+    """List the configs of runs that are installed with distembed, or copy them into a new folder."""
+    # the files of papers/ are no configs of runs: `distembed reproduce --list` lists them
+    files = [file for file in sorted(CONFIGS.rglob("*.yaml")) if not file.is_relative_to(CONFIGS / "papers")]
     if output is not None:
-        if output.exists():
+        from distembed.data.prepare.staging import staged_folder
+
+        if os.path.lexists(output):
             raise UserError(f"--output {output} exists; give the path of a new folder.")
-        shutil.copytree(CONFIGS, output, copy_function=shutil.copyfile)
+        with staged_folder(output, overwrite=False, kind="folder of configs") as folder:
+            for file in files:
+                copy = folder / file.relative_to(CONFIGS)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, copy)
         say(f"configs {output}")
         return
-    for file in sorted(CONFIGS.rglob("*.yaml")):
+    for file in files:
         first, *_ = file.read_text(encoding="utf-8").splitlines()
         say(f"{file.relative_to(CONFIGS)}  {first}" if first.startswith("#") else str(file.relative_to(CONFIGS)))
 
