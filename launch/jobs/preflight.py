@@ -165,6 +165,18 @@ def _is_mounted(path: str, mounts: Sequence[Any], to_write: bool) -> bool:
     return innermost is not None and not (to_write and getattr(innermost, "read_only", False))
 
 
+def check_image(image: str) -> Finding:
+    """Checks that a container's image is named with its registry or owner."""
+    if "/" in image:
+        return Finding("image", "ok", image)
+    return Finding(
+        "image",
+        "note",
+        f"{image} names no registry: a node that pulls it asks a public one, where a stranger may own the name; push "
+        "the image to a registry of yours, and name it by --image",
+    )
+
+
 def check_partition(shape: Shape, resource: specs.Resource, partition: str | None) -> Finding:
     """Checks that Slurm's partition has enough nodes of the size that the job needs, busy ones included.
 

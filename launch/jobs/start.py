@@ -144,7 +144,8 @@ def _checks(job: Job, request: Any, config: Config, assessment: "Assessment") ->
     if job.component.python == sys.executable:
         findings.append(preflight.check_build(assessment.cluster.device.kind))
     if job.scheduler in CONTAINERS:
-        findings.append(preflight.check_mounts(config, folder, job.app().roles[0].mounts))
+        role = job.app().roles[0]
+        findings += [preflight.check_image(role.image), preflight.check_mounts(config, folder, role.mounts)]
     if job.scheduler == "slurm":
         if "mem" in job.options:
             resource = dataclasses.replace(resource, memMB=0)  # Slurm is asked for that instead

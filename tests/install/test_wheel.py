@@ -5,6 +5,7 @@ pip builds it without a network, and fills the environment from the index that i
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -134,6 +135,10 @@ def test_the_image_is_built_by_instructions_that_a_linter_accepts_from_extras_th
     assert set(defaults["EXTRAS"].split(",")) <= extras.keys()
     assert all(int(defaults["PYTHON"].removeprefix("3.")) in trio.pythons for trio in TRIOS.values())
     assert defaults["DEVICE"] in FBGEMM_DISTRIBUTIONS
+    (install,) = re.findall(r'pip install --editable ("[^"]+")', dockerfile)
+    for given, asked in (("", "."), ("serve,sweep", ".[serve,sweep]")):
+        asked_of_pip = subprocess.run(["sh", "-c", f"printf %s {install}"], env={"EXTRAS": given}, capture_output=True)
+        assert asked_of_pip.stdout.decode() == asked
 
 
 @pytest.mark.slow
@@ -169,10 +174,15 @@ def test_in_an_empty_environment_doctor_fix_completes_it_and_all_of_the_quicksta
     assert "torchrec is not installed: `distembed doctor --fix`" in distembed(*training, "runs/full", code=1)
     distembed("doctor", code=1)
     commands = distembed("doctor", "--fix", "--dry-run").splitlines()
-    distembed("doctor", "--fix")
+    _, block = re.findall(r"^```bash\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)[:2]
+    of_pip, *of_distembed = (shlex.split(line, comments=True) for line in block.splitlines())
+    assert of_pip == ["pip", "install", "."]  # the wheel, above
+    for program, *arguments in of_distembed:
+        run(programs / program, *arguments)
     assert len(commands) == 3 and all("--no-deps" in command for command in commands)
     assert distembed("doctor", "--dry-run") == "Nothing is wrong.\n"
 
+    training = ("train", "configs/quickstart.yaml", "data.path=dataset", "--run-dir")
     distembed(*training, "runs/full")
     distembed(*training, "runs/qr", "embedding.default.partition=quotient_remainder")
     distembed("report", "runs/full", "runs/qr", "--output", "report.html")

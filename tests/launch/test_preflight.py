@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import stat
 import sys
 from collections.abc import Callable
@@ -312,7 +313,7 @@ def test_containers_must_see_the_run_folder_and_the_data_under_the_same_paths(
     assert f"containers cannot reach {data}, or not write there" in half.detail and "mount a folder" in half.remedy
     mounts += ["type=volume", "src=claim", f"dst={Path(data).parent}"]
     output = dry("kubernetes", component={**IMAGE, "mounts": mounts}, options={"queue": "default"})
-    assert "ok     mounts: " in output
+    assert "ok     mounts: " in output and "ok     image: registry/distembed:1" in output
     everything = ["type=bind", "src=/", "dst=/"]
     for more, said in (
         (["type=bind", f"src={tmp_path}", f"dst={tmp_path}", "readonly"], f"cannot reach {tmp_path}/run"),
@@ -320,6 +321,12 @@ def test_containers_must_see_the_run_folder_and_the_data_under_the_same_paths(
     ):
         wrong = check_mounts(config, tmp_path / "run", specs.parse_mounts([*everything, *more]))
         assert wrong.status == "wrong" and said in wrong.detail
+
+
+def test_an_image_without_a_registry_is_warned_of_before_nodes_pull_it(dry: Dry) -> None:
+    mounts = {"mounts": ["type=bind", "src=/", "dst=/"], "cpu": 4, "memMB": 4000}
+    output = dry("kubernetes", component=mounts, options={"queue": "default"})
+    assert re.search(r"note   image: distembed:[\d.]+-cpu names no registry: .* name it by --image", output)
 
 
 def test_a_dry_run_of_what_does_not_fit_prints_the_request_as_well(dry: Dry) -> None:
