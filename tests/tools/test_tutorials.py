@@ -32,6 +32,9 @@ def test_a_notebook_is_valid_has_no_outputs_and_links_to_files(name: str) -> Non
         assert cell.cell_type == "markdown" or (not cell.outputs and cell.execution_count is None)
         for link in re.findall(r"\]\((.*?)\)", cell.source):
             assert (TUTORIALS / link).is_file()
+        magic, *commands = cell.source.replace("\\\n", " ").splitlines()
+        if magic == "%%bash" and len(commands) > 1:
+            assert commands[0] == "set -eo pipefail", "a command that fails would not end the notebook"
 
 
 @pytest.mark.slow
