@@ -5,9 +5,11 @@ import hashlib
 import json
 import os
 import re
+import select
 import shutil
 import signal
 import statistics
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -237,6 +239,26 @@ def test_a_second_reproduction_waits_for_the_dataset(ratings: Dataset, tmp_path:
         prepare = partial(prepare_dataset, ratings, {"data"}, raw, folder, said.append, any_data=True)
         list(pool.map(lambda _: prepare(), range(2)))
     assert len([line for line in said if line.startswith("distembed prepare")]) == 1
+
+
+@pytest.mark.thorough
+def test_a_preparation_ends_with_a_killed_reproduction(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe.csv"
+    os.mkfifo(pipe)
+    script = f"""
+from pathlib import Path
+from distembed.training.sweeps.papers import Dataset, prepare_dataset
+folder = Path({str(tmp_path)!r})
+dataset = Dataset({{}}, "", ["prepare ratings {{raw}}/pipe.csv --output {{dataset}}/data"])
+prepare_dataset(dataset, {{"data"}}, folder, folder / "prepared", print)
+"""
+    with subprocess.Popen([sys.executable, "-c", script]) as process:
+        writer = os.open(pipe, os.O_WRONLY)  # waits until the command reads
+        process.kill()
+    poll = select.poll()
+    poll.register(writer, 0)
+    assert [event for _, event in poll.poll(60_000)] == [select.POLLERR], "a process still reads"
+    os.close(writer)
 
 
 def test_without_optuna_no_dataset_is_prepared(papers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
