@@ -143,6 +143,19 @@ def test_the_image_is_built_by_instructions_that_a_linter_accepts_from_extras_th
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("extras", ["", "serve"])
+def test_the_image_is_built_and_all_is_well_in_it(extras: str) -> None:
+    if shutil.which("docker") is None or subprocess.run(["docker", "version"], capture_output=True).returncode:
+        pytest.skip("no docker here: the image cannot be built")
+    build = ["docker", "build", "--quiet", "-f", ROOT / "tools" / "Dockerfile", "--build-arg", "DEVICE=cpu"]
+    built = subprocess.run(
+        [*build, "--build-arg", f"EXTRAS={extras}", ROOT], check=True, capture_output=True, text=True
+    )
+    subprocess.run(["docker", "run", "--rm", built.stdout.strip(), "distembed", "doctor"], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_in_an_empty_environment_doctor_fix_completes_it_and_all_of_the_quickstart_runs(
     wheel: Path, tmp_path: Path
 ) -> None:
