@@ -250,8 +250,8 @@ class _Backward:
             ROWS=tables.most_rows[j],
             SLICE=slice_ids,
             ZEROS=min(power_of_two(tables.most_rows[j] * len(columns)), TILE_NUMBERS),
-            FEATURES=power_of_two(tables.num_features),
-            LANES=min(num_lanes(padded), slice_ids),
+            FEATURE_BITS=(tables.num_features - 1).bit_length(),
+            LANES=min(num_lanes(padded, TILE_NUMBERS // 2), slice_ids),
             num_warps=1 if slice_ids < 1024 else 2,  # a scan within a warp needs no shared memory
             **OPTIONS,
         )

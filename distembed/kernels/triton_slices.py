@@ -62,21 +62,23 @@ def sum_slices(
     ROWS: tl.constexpr,
     SLICE: tl.constexpr,
     ZEROS: tl.constexpr,
-    FEATURES: tl.constexpr,
+    FEATURE_BITS: tl.constexpr,
     LANES: tl.constexpr,
 ):
     """Writes the sums of the gradients of each row in partition ``J`` over the ids of a slice.
 
-    ``partial_sums`` is ``[slices, ROWS, NUM_COLUMNS]``, of as many rows as the largest table has; ``FEATURES`` and
-    ``ZEROS`` are powers of two, of at least the number of features, and of numbers that are cleared at once.
+    ``partial_sums`` is ``[slices, ROWS, NUM_COLUMNS]``, of as many rows as the largest table has; ``ZEROS`` numbers, a
+    power of two, are cleared at once.
     """
     num_partitions: tl.constexpr = len(weights)
     batch = (keys, id_weights, gradients, parts, weights)
     own_slice = tl.program_id(0).to(tl.int64)
-    features = tl.arange(0, FEATURES)
-    is_feature = features < num_features
-    begun = is_feature & (_first_slice(feature_starts, features, is_feature, SLICE) <= own_slice)
-    feature = tl.sum(begun.to(tl.int32), 0) - 1
+    # a binary search for the last feature whose first slice is this one or lies before it
+    feature = tl.full([], 0, tl.int32)
+    for bit in tl.static_range(FEATURE_BITS):
+        tried = feature + (1 << (FEATURE_BITS - 1 - bit))
+        has_begun = _first_slice(feature_starts, tried, tried < num_features, SLICE) <= own_slice
+        feature = tl.where((tried < num_features) & has_begun, tried, feature)
     sums_start = own_slice * (ROWS * NUM_COLUMNS)
     num_sums = part_field(parts, feature, J, NUM_ROWS, num_partitions) * NUM_COLUMNS
     for first in range(0, num_sums, ZEROS):
