@@ -181,9 +181,8 @@ def test_in_an_empty_environment_doctor_fix_completes_it_and_all_of_the_quicksta
 
     distembed("synthesize", "raw.tsv", "--rows", 4000)
     distembed("prepare", "criteo", "raw.tsv", "--output", "dataset", "--split", "0.8,0.1,0.1")
-    distembed("configs", "--output", "configs")
     assert "shi2020/figure4-operations" in distembed("reproduce", "--list")
-    training = ("train", "configs/quickstart.yaml", "data.path=dataset", "--run-dir")
+    training = ("train", ROOT / "configs" / "quickstart.yaml", "data.path=dataset", "--run-dir")
     assert "torchrec is not installed: `distembed doctor --fix`" in distembed(*training, "runs/full", code=1)
     distembed("doctor", code=1)
     commands = distembed("doctor", "--fix", "--dry-run").splitlines()
