@@ -128,6 +128,7 @@ class _RankLookups:
             num_rows=num_rows,
             averages_gradients=self._world_size > 1,
             num_threads=self._workload.num_threads,
+            num_row_blocks=num_row_blocks,
         )
 
 

@@ -258,9 +258,10 @@ class PlacementCosts:
             possible_ids=[-(-table_slice.table.ids_of(name).num_ids // num_shards) for name in features],
             is_multi_hot=any(self._workload.has_bags(name) for name in features),
             finds_distinct=self._cluster.device.kind == "cpu",
+            num_row_blocks=num_shards,
         )
         group = exchange, group_key(table_slice), load.is_multi_hot
-        lookup_ms, launches = self._lookups.lookup(load, num_shards)
+        lookup_ms, launches = self._lookups.lookup(load)
         self._group_starts[group] = _MS * launches * self._cluster.device.launch_seconds
         if is_exchanged(sharding_type, world_size):
             shares = num_shards if not traffic.is_pooled else 1  # each shard has a sum of every bag

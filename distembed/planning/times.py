@@ -32,6 +32,7 @@ from torchrec.distributed.types import ParameterSharding, ShardingType
 
 from distembed.embedding.config import CompositionalEmbeddingConfig, PartitionTable
 from distembed.embedding.settings import VectorExchange
+from distembed.kernels.triton_tables import ids_of_slice
 from distembed.optim.declared import TableOptimizers
 from distembed.optim.kinds import OPTIMIZERS
 from distembed.planning.devices import Cluster, Device
@@ -197,7 +198,7 @@ class Traffic:
 
 
 _SORT_BYTES = 64
-"""Bytes that FBGEMM's backward pass reads and writes per id to sort them by row."""
+"""Bytes that a backward pass reads and writes per id to sort the ids by row."""
 _REPEATED = 0.15
 """Share of a row's seconds that each lookup of it takes; its update takes the seconds once."""
 _ONE_PASS_ROWS = 0.25
@@ -238,11 +239,11 @@ class LookupTimes:
         self._device, self._optimizers, self._cache_ratio = device, optimizers, cache_ratio
         self._flops = device.reached_flops(bf16)
 
-    def lookup(self, load: TableLoad, num_shards: int) -> tuple[float, int]:
+    def lookup(self, load: TableLoad) -> tuple[float, int]:
         """Returns the milliseconds of a table's lookups on a rank, and the number of operations its group starts.
 
         The milliseconds cover the forward and backward passes and the update. Rows of sharded partitions are divided
-        over ``num_shards`` ranks. The number of operations does not depend on the number of tables in the group.
+        over ``load.num_row_blocks`` ranks. The number of operations does not depend on the number of tables of a group.
         """
         table_slice, table = load.slice, load.slice.table
         optimizer = self._optimizers.for_table(table).sparse
@@ -252,7 +253,7 @@ class LookupTimes:
         launches = started.group + _FUNCTION_LAUNCHES * len(table.function_tables())
         for part, lookups in zip(table_slice.partitions, work.lookups, strict=True):
             kernel = part.kernel
-            num_rows = -(-part.part.num_rows // (num_shards if kernel else 1))
+            num_rows = -(-part.part.num_rows // (load.num_row_blocks if kernel else 1))
             rows = _Rows(num_rows, part.num_columns, part.num_columns * table.bytes_per_number, *lookups)
             launches += started.partition
             if kernel and kernel != EmbeddingComputeKernel.DENSE.value:
@@ -288,7 +289,8 @@ class LookupTimes:
             row_share, read = _ONE_PASS_ROWS, 2 * rows.num_ids * rows.row_bytes
             moved = read + updated + 2 * rows.num_ids * (LONG_BYTES + rows.dim * FLOAT_BYTES)
             moved += 2 * rows.num_bags * rows.dim * FLOAT_BYTES
-            moved += rows.num_ids * _SORT_BYTES if device.kind == "cuda" else 0
+            if device.kind == "cuda" and ids_of_slice(rows.num_rows, rows.dim) is None:
+                moved += rows.num_ids * _SORT_BYTES  # gradients of few rows are summed in slices, without a sort
         else:
             row_share, read = 1.0, rows.num_ids * rows.row_bytes
             vectors = (rows.num_bags + rows.num_ids) * rows.dim * FLOAT_BYTES

@@ -12,7 +12,9 @@ from distembed.kernels.tables import Formula, Storage, TablePart
 from distembed.kernels.triton_lookup import TritonLookup
 from distembed.partitions.base import Digit
 from distembed.sharding.groups.fused import FusedGroup, _storage, reason_against_settings, reason_not_fused
+from distembed.sharding.groups.load import TableLoad
 from distembed.sharding.table_slice import slice_table
+from tests.cuda import rehearsal
 from tests.cuda.must_wait import WAITS
 from tests.cuda.one_pass import StandInStorage, one_pass
 from tests.cuda.pretend import pretend_cuda
@@ -53,14 +55,25 @@ def test_a_step_in_one_pass_waits_for_nothing(cell: Cell, kinds: tuple[str, ...]
 
 
 @pytest.mark.parametrize("bags", ["single", "ragged"])
-def test_a_product_of_two_launches_eight_operations_at_most(bags: str) -> None:
+@pytest.mark.parametrize(("num_ids", "num_sorted", "num_launches"), [(10_000, 0, 6), (262_656, 1, 7), (400_000, 2, 10)])
+def test_a_product_of_two_launches_as_many_operations_as_are_planned(
+    num_ids: int, num_sorted: int, num_launches: int, bags: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Partitions of 100 and 100 rows are summed in slices, 633 and 632 are sorted, and of 513 and 512 rows the 513."""
     launched: Counter[str] = Counter()
+    monkeypatch.setattr(rehearsal, "NUM_EMBEDDINGS", dict.fromkeys(rehearsal.FEATURES, num_ids))
+    monkeypatch.setattr(rehearsal, "ROWS", 1024)
     with one_pass(launched), rehearsed(CELLS[0][0], world_size=1) as made:
         made.rehearse(bags)
-        launches = made.watch.launches
-        assert launches["sort"] <= 1 and launches["zeros"] == 0
-        assert launches["asynchronous_complete_cumsum"] == (bags == "ragged")  # bags of one id need no offsets
-        assert launched.total() // 2 + launches["sort"] + launches["asynchronous_complete_cumsum"] <= 8
+        started = [made.watch.launches[name] for name in ("sort", "zeros", "asynchronous_complete_cumsum")]
+    # one partition's sums are cleared where two are sorted; bags of one id need no offsets
+    assert started == [num_sorted, max(0, num_sorted - 1), bags == "ragged"]
+    assert launched.total() // 2 + sum(started) == num_launches + (bags == "ragged")
+
+    own = slice_table(CELLS[0][0].module().tables()[0], (0, rehearsal.DIM), ["fused"] * 2)
+    load = TableLoad(own, 1, 1024.0, 1024.0, [num_ids], bags == "ragged", finds_distinct=False)
+    planned = FusedGroup.launches(load)
+    assert planned.group + 2 * planned.partition == num_launches + (bags == "ragged")
 
 
 @pytest.mark.parametrize("rows", [25, 1000])

@@ -32,6 +32,7 @@ def load_of(
     ranges: list[tuple[int, int]],
     composition: str = "product",
     num_threads: int = 1,
+    num_row_blocks: int = 1,
 ) -> GroupLoad:
     """One id a row of each feature, looked up in each range of the columns of a table."""
     slices = []
@@ -48,6 +49,7 @@ def load_of(
         num_rows=NUM_ROWS,
         averages_gradients=False,
         num_threads=num_threads,
+        num_row_blocks=num_row_blocks,
     )
 
 
@@ -72,19 +74,21 @@ def test_a_plan_counts_the_scratch_of_the_tables_that_are_updated_at_once(
     ("composition", "ranges"),
     [("product", [(0, 16)]), ("product", [(0, 8), (8, 16)]), ("concat", [(0, 8)]), ("concat", [(8, 16)])],
 )
+@pytest.mark.parametrize("num_row_blocks", [1, 32])
 def test_a_plan_counts_the_rows_of_each_range_of_columns_on_a_gpu(
-    composition: str, ranges: list[tuple[int, int]]
+    composition: str, ranges: list[tuple[int, int]], num_row_blocks: int
 ) -> None:
-    """A range of a concatenation's columns may have some of the partitions alone."""
+    """A range of a concatenation's columns may have some partitions alone; a block of few rows is summed in slices."""
     scheme, features_of_tables = QuotientRemainder(NUM_IDS, collisions=4), [1, 3]
-    load = load_of(scheme, features_of_tables, ranges, composition)
+    load = load_of(scheme, features_of_tables, ranges, composition, num_row_blocks=num_row_blocks)
     planned = FusedGroup.lookup_memory(load, "cuda").update_bytes - load.output_bytes
 
     digits = scheme.digits()
     assert digits is not None
     own = load.slices[0].partitions
-    parts_of_feature = [TablePart(digits[each.partition], 0, scheme.num_rows[each.partition]) for each in own]
-    storages = [Storage([torch.zeros(scheme.num_rows[each.partition], each.num_columns)], "sgd") for each in own]
+    num_rows = [-(-scheme.num_rows[each.partition] // num_row_blocks) for each in own]
+    parts_of_feature = [TablePart(digits[each.partition], 0, n) for each, n in zip(own, num_rows, strict=True)]
+    storages = [Storage([torch.zeros(n, each.num_columns)], "sgd") for each, n in zip(own, num_rows, strict=True)]
     formula = Formula([range(each.num_columns) for each in own], composition == "product", True)
     features = [count for count in features_of_tables for _ in ranges]
     tables = DeviceTables(formula, [parts_of_feature] * sum(features), features, storages)

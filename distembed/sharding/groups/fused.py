@@ -32,6 +32,7 @@ from distembed.kernels.operation import FusedLookup
 from distembed.kernels.tables import MAX_ROWS, OPTIMIZERS, Formula, Storage, TablePart, lanes_for
 from distembed.kernels.triton_backward import PartitionSizes, saved_bytes, update_bytes
 from distembed.kernels.triton_lookup import TritonLookup
+from distembed.kernels.triton_tables import ids_of_slice
 from distembed.optim.kinds import fused_optimizer_name
 from distembed.sharding.groups.base import Group, LookupRequest
 from distembed.sharding.groups.load import (
@@ -163,17 +164,19 @@ class FusedGroup(Group):
         saved = (load.num_bags + load.num_ids) * LONG_BYTES  # offsets and ids
         num_ids: Counter[Hashable] = Counter()  # of each table, whose features are updated together
         num_rows: dict[Hashable, list[int]] = {}  # of each table, in each partition
+        local_rows: dict[Hashable, list[int]] = {}  # of each table, on this rank
         for table_slice, mean_ids in zip(load.slices, load.num_ids_per_feature, strict=True):
             # a rank may have several ranges of a table's columns: each counts as a table
             partitions, partition_rows = table_slice.partitions, table_slice.table.scheme.num_rows
             table = (table_slice.table.name, *[(part_slice.partition, part_slice.start) for part_slice in partitions])
             num_ids[table] += math.ceil(mean_ids)
             num_rows[table] = [partition_rows[part_slice.partition] for part_slice in partitions]
+            local_rows[table] = _local_rows(table_slice, load.num_row_blocks)
         if device_kind == "cuda":
             stacked = load.replicated_vector_bytes if load.stacks else 0
             sizes = [
                 PartitionSizes(sum(table_rows), max(table_rows), num_columns)
-                for table_rows, num_columns in zip(zip(*num_rows.values(), strict=True), load.dims, strict=True)
+                for table_rows, num_columns in zip(zip(*local_rows.values(), strict=True), load.dims, strict=True)
             ]
             # a backward pass holds keys, owners and stacked rows to its end
             held = saved_bytes(load.num_ids, [own.num_keys for own in sizes]) + stacked
@@ -199,8 +202,26 @@ class FusedGroup(Group):
 
     @classmethod
     def launches(cls, load: TableLoad) -> Launches:
-        """Counts a CPU's two passes and the operations that find the tables, or a GPU's kernels and a sort."""
-        return Launches(group=7, partition=0) if load.finds_distinct else Launches(group=4, partition=2)
+        """Counts a CPU's two passes and the operations that find the tables, or a GPU's kernels, sorts and zeros.
+
+        A GPU writes keys and composes; where a bag may have several ids, it adds their lengths up. Each partition takes
+        two kernels. A sorted partition takes a sort before them. In a product, sums of all sorted partitions but one
+        are cleared, and update their rows later.
+        """
+        if load.finds_distinct:
+            return Launches(group=7, partition=0)
+        rows_and_parts = zip(_local_rows(load.slice, load.num_row_blocks), load.slice.partitions, strict=True)
+        num_sorted = sum(ids_of_slice(rows, part.num_columns) is None for rows, part in rows_and_parts)
+        waiting = max(0, num_sorted - 1) if isinstance(load.slice.table.combine, Product) else 0
+        return Launches(group=2 + load.is_multi_hot + num_sorted + 2 * waiting, partition=2)
+
+
+def _local_rows(table_slice: TableSlice, num_row_blocks: int) -> list[int]:
+    """Returns the number of rows of each partition that a rank has: a block, or all rows where every rank has them."""
+    return [
+        -(-part.part.num_rows // (num_row_blocks if part.partition in table_slice.sharded else 1))
+        for part in table_slice.partitions
+    ]
 
 
 def _update_bytes(load: GroupLoad, num_rows: Sequence[int], num_ids: int) -> int:

@@ -47,6 +47,7 @@ class TableLoad:
     possible_ids: Sequence[int]  # for each feature, number of its different ids that can come to the rank
     is_multi_hot: bool  # whether a row may have more than one id of a feature
     finds_distinct: bool = True  # whether each distinct id is composed once (CPU), or each occurrence (GPU)
+    num_row_blocks: int = 1  # number of ranks over which rows are divided
 
     @property
     def num_composed(self) -> float:
@@ -92,6 +93,7 @@ class GroupLoad:
     averages_gradients: bool  # whether gradients of replicated weights go into buckets that ranks average
     finds_distinct: bool = True  # whether each distinct id is composed once (CPU), or each occurrence (GPU)
     num_threads: int = 1  # number of threads that the rank computes in on a CPU
+    num_row_blocks: int = 1  # number of ranks over which rows are divided
 
     @property
     def table(self) -> CompositionalEmbeddingConfig:
