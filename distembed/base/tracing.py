@@ -10,8 +10,9 @@ with stand-ins for values: a module that reads its batches becomes one node of t
 """
 
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
@@ -65,3 +66,21 @@ def one_node(module: nn.Module, *inputs: Any) -> Any:
     """Returns torch.fx's stand-in for a module's output: a call of the module, as of a leaf."""
     tracer: Any = next(value.tracer for value in inputs if isinstance(value, Proxy))
     return tracer.create_proxy("call_module", tracer.path_of_module(module), inputs, {})
+
+
+_AS_ON_CUDA = ContextVar("as_on_cuda", default=False)
+
+
+@contextmanager
+def as_on_cuda() -> Iterator[None]:
+    """Has networks compute as on CUDA within the block, without reading lengths, to estimate a step's memory there."""
+    token = _AS_ON_CUDA.set(True)
+    try:
+        yield
+    finally:
+        _AS_ON_CUDA.reset(token)
+
+
+def is_as_on_cuda() -> bool:
+    """Returns whether a block of :func:`as_on_cuda` runs."""
+    return _AS_ON_CUDA.get()

@@ -10,11 +10,12 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
-from distembed.base.tracing import is_traced
+from distembed.base.tracing import is_as_on_cuda, is_traced
 from distembed.kernels import layout
-from distembed.kernels.loading import load_dots
+from distembed.kernels.loading import load_dots, reason_unavailable
 from distembed.kernels.operation import in_threads
 
 _ROWS_A_THREAD = 64
@@ -77,16 +78,18 @@ class _PairwiseDots(torch.autograd.Function):
 def has_kernels(vectors: Float[Tensor, "batch features dim"]) -> bool:
     """Returns whether :func:`dots_beside` can multiply: float32 vectors on a CPU, in training.
 
-    Without gradients torch multiplies, so that a server need neither load numba nor compile.
+    Without gradients torch multiplies, so that a server need neither load numba nor compile. A planner's step on fake
+    tensors, which have no values, allocates as the kernels do and runs none.
     """
+    is_fake = isinstance(vectors, FakeTensor)
     return (
-        type(vectors) is Tensor  # without values, as in a planner's step, there are no addresses
+        (type(vectors) is Tensor or (is_fake and not is_as_on_cuda()))
         and vectors.device.type == "cpu"
         and vectors.dtype == torch.float32
         and _computed_dtype(vectors) in (torch.float32, torch.bfloat16)
         and torch.is_grad_enabled()
         and not is_traced()
-        and load_dots() is not None
+        and (reason_unavailable() is None if is_fake else load_dots() is not None)
     )
 
 
@@ -136,6 +139,8 @@ def _run(
     gradients: tuple[Tensor | None, ...] = (None, None),
 ) -> None:
     """Runs a kernel over all rows, in threads; writes ``gradients``, those of ``vectors`` and of ``dense``."""
+    if isinstance(vectors, FakeTensor):
+        return
     num_rows, num_features, dim = vectors.shape
     width, is_bf16 = outputs.shape[1], outputs.dtype == torch.bfloat16
     given = (dense, vectors, num_features, dim, outputs, width, is_bf16, *reversed(gradients))

@@ -14,9 +14,6 @@ The shapes: ``tokens`` are the entries of all rows, end to end; ``slots`` are to
 places at which a state is asked for.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +22,8 @@ from jaxtyping import Float, Int, Int64
 from numpy.typing import NDArray
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from distembed.base.tracing import is_as_on_cuda
 
 _MOST_PADS = 32
 """Most padding slots of a group; shorter rows form a further group, whose calls take about as long as the padding."""
@@ -87,22 +86,9 @@ class _Rows:
         return rows, np.arange(len(rows)) - (np.cumsum(self.num_queries) - self.lengths)[rows]
 
 
-_AS_ON_CUDA = ContextVar("as_on_cuda", default=False)
-
-
-@contextmanager
-def as_on_cuda() -> Iterator[None]:
-    """Lays rows out as on CUDA within the block, without reading lengths, to estimate a step's memory there."""
-    token = _AS_ON_CUDA.set(True)
-    try:
-        yield
-    finally:
-        _AS_ON_CUDA.reset(token)
-
-
 def _may_read(lengths: Tensor) -> bool:
     """Returns whether values of lengths may decide shapes: on a CPU, and not in a program for any lengths."""
-    return lengths.device.type == "cpu" and not torch.compiler.is_exporting() and not _AS_ON_CUDA.get()
+    return lengths.device.type == "cpu" and not torch.compiler.is_exporting() and not is_as_on_cuda()
 
 
 def lay_out(queried: QueriedRows, max_length: int) -> SequenceLayout:

@@ -26,6 +26,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from distembed.base.errors import InsufficientMemory, UserError, one_line
 from distembed.base.machine import host_memory_bytes
+from distembed.base.tracing import as_on_cuda
 from distembed.base.units import format_bytes
 from distembed.data.dataset.schema import WEIGHTS
 from distembed.data.reader.batch import Batch
@@ -33,7 +34,6 @@ from distembed.embedding import CompositionalEmbeddingConfig
 from distembed.embedding.collections import embedding_modules, table_configs
 from distembed.embedding.share import ReadChunk, ShareIds, TableShare
 from distembed.models import Model, ModelConfig, ModelInputs
-from distembed.models.sequences import as_on_cuda
 from distembed.optim.kinds import OPTIMIZERS
 from distembed.planning.fake_batches import MOST_KNOWN, KnownIntegers, batch_of_shapes, leaves, tensors, typical_batch
 from distembed.sharding.groups.load import FLOAT_BYTES

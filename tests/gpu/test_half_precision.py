@@ -16,11 +16,15 @@ STEPS, ROWS = 3, 6
 @pytest.mark.parametrize("composition", COMPOSITIONS)
 def test_fp16_tables_are_looked_up_and_trained(composition: str, ranks: Ranks) -> None:
     sharded = shard(Head(tables(composition, DataType.FP16), "meta", ranks.device), ranks)
-    for name, value in sharded.model.state_dict().items():
-        assert value.dtype == (torch.float16 if "embedding_bags" in name else torch.float32)
+    state = sharded.model.state_dict()
+    for name, value in state.items():  # integers: what clustered tables have learned of their ids
+        expected_dtype = torch.float16 if "embedding_bags" in name else torch.float32
+        assert not value.is_floating_point() or value.dtype == expected_dtype, name
     reference = Reference(tables(composition))  # in float32, from the same rounded weights
     first = Head(tables(composition, DataType.FP16), "cpu", torch.device("cpu")).state_dict()
-    reference.model.load_state_dict({name: value.float() for name, value in first.items()})
+    reference.model.load_state_dict(
+        {name: value.float() if value.is_floating_point() else value for name, value in first.items()}
+    )
     generator = torch.Generator().manual_seed(1)
     for number in range(STEPS):
         batch = draw(ROWS, "ragged", generator)

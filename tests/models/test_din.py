@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.base.errors import UserError
+from distembed.base.tracing import as_on_cuda
 from distembed.data.dataset.schema import CategoricalFeature, Schema
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingCollection
 from distembed.embedding.settings import EmbeddingConfig, TableConfig
 from distembed.models import ModelInputs, SoftOneHotConfig
 from distembed.models.din import DIN
 from distembed.models.din_config import DINConfig
-from distembed.models.sequences import as_on_cuda
 
 DIM = 4
 SITE = CategoricalFeature("site", 6)

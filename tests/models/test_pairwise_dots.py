@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from distembed.base.tracing import as_on_cuda
 from distembed.models.layers import MLP
 from distembed.models.pairwise_dots import PairwiseDots, dots_beside, has_kernels
 
@@ -97,6 +99,17 @@ def test_torch_multiplies_other_dtypes_and_without_gradients() -> None:
     with torch.no_grad():
         assert not has_kernels(vectors.float())
     assert not has_kernels(vectors)
+
+
+def test_a_planners_step_on_fake_tensors_allocates_as_the_device_does() -> None:
+    with FakeTensorMode():
+        vectors, dense = draw(4, 5, 8, True)
+        assert has_kernels(vectors)
+        outputs = dots_beside(dense, vectors)
+        outputs.sum().backward()
+        with as_on_cuda():
+            assert not has_kernels(vectors)
+    assert outputs.shape == (4, 32) and vectors.grad is not None and vectors.grad.shape == vectors.shape
 
 
 def test_columns_of_zeros_after_the_inputs_change_no_result() -> None:
