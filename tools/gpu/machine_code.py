@@ -28,7 +28,7 @@ import torch
 from distembed.kernels import triton_tables
 from distembed.kernels.tables import Formula, Storage, TablePart, num_states
 from distembed.kernels.triton_lookup import TritonLookup
-from distembed.kernels.triton_tables import TritonKernels, ids_of_slice, num_blocks, num_slices
+from distembed.kernels.triton_tables import TritonKernels, ids_of_slice, key_type, num_blocks, num_slices
 from distembed.partitions.base import Digit
 
 NUM_BAGS, QUOTIENTS = 64, 10_000
@@ -223,14 +223,15 @@ def _longest_loop(code: str) -> int:
 def modelled_bytes(case: Case, num_ids: int) -> list[int]:
     """Returns the bytes that each launch of a step moves, in the order of the launches; the model is the module's."""
     row, vector = case.num_columns * case.dtype.itemsize, case.num_columns * 4
-    key, large_key, owner, place, offset = 1, 4, 4, 8, 0 if case.offsets is None else 8
+    key, large_key = (key_type(case.num_features * rows).itemsize for rows in (case.collisions, QUOTIENTS))
+    owner, place, offset = 4, 8, 0 if case.offsets is None else 8
     slice_ids = ids_of_slice(case.collisions, case.num_columns)
     assert slice_ids is not None, case.collisions
     row_sums = case.collisions * vector / slice_ids  # of a slice, for each of its ids
     bytes_of_id = [
         8 + offset + key + large_key + owner,  # write_keys
         offset + key + large_key + row + vector,  # compose
-        owner + vector + key + large_key + row + row_sums,  # sum_slices, of the small partition
+        owner + vector + key + large_key + row + 2 * row_sums,  # sum_slices, of the small partition: zeros, then sums
         place
         + owner
         + vector
