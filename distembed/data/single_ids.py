@@ -12,7 +12,7 @@ _MARK = "_distembed_has_single_ids"
 
 
 def mark_single_ids(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Marks a batch on the CPU, and returns it; a UserError if a bag has two or more ids.
+    """Marks a batch on the CPU, and returns it; a UserError if a bag has two or more ids, or values end in padding.
 
     Only this batch is checked, but the mark is a promise for every rank's batch of the step, since lookups rely on it.
     """
@@ -20,6 +20,11 @@ def mark_single_ids(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     if len(lengths) and (most := int(lengths.max())) > 1:
         law = "mark_single_ids is for batches whose bags have at most one each. Leave others unmarked."
         raise UserError(f"a bag of the batch has {most} ids; {law}")
+    if (num_values := features.values().numel()) != (num_ids := int(lengths.sum())):
+        raise UserError(
+            f"the batch has {num_values} values, and lengths of {num_ids} ids; cut values={num_values} to {num_ids}, "
+            "as lookups of marked batches read all values as ids."
+        )
     setattr(features, _MARK, True)
     return features
 

@@ -80,9 +80,13 @@ def test_other_lengths_are_copied_and_numbers_of_ids_stay_on_the_host(bags: str)
         assert has_single_ids(moved) == (bags == "missing")
 
 
-def test_a_mark_that_is_not_true_is_refused() -> None:
-    features = KeyedJaggedTensor(["a"], torch.arange(3), lengths=torch.tensor([1, 2]))
-    with pytest.raises(UserError, match="a bag of the batch has 2 ids"):
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [([1, 2], "a bag of the batch has 2 ids"), ([1, 0, 1], "3 values, and lengths of 2 ids; cut values=3 to 2")],
+)
+def test_a_mark_that_is_not_true_is_refused(lengths: list[int], message: str) -> None:
+    features = KeyedJaggedTensor(["a"], torch.arange(3), lengths=torch.tensor(lengths))
+    with pytest.raises(UserError, match=message):
         mark_single_ids(features)
 
 
