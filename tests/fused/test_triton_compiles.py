@@ -50,6 +50,7 @@ def row_accesses(case: Case, launch: Launch, later: bool) -> tuple[int, int]:
                 Case("columns", optimizer="adagrad"),
                 Case(num_columns=20, optimizer="adagrad"),
                 Case(num_columns=4, num_features=128),
+                Case(collisions=32),
                 Case(collisions=50, num_columns=128),
                 Case(collisions=100, offsets=torch.int64, optimizer="adagrad"),
                 Case(collisions=600, offsets=torch.int32),  # more rows than ids in the small partition
