@@ -24,6 +24,8 @@ from torch import Tensor
 from distembed.kernels.layout import FLOAT_BYTES
 from distembed.kernels.tables import OPTIMIZERS, Storage
 from distembed.kernels.triton_tables import (
+    LEAST_SLICE,
+    MOST_SLICE,
     OPTIONS,
     TILE_NUMBERS,
     DeviceTables,
@@ -239,6 +241,7 @@ class _Backward:
             self.batch.feature_starts,
             partial_sums,
             tables.num_features,
+            tables.most_rows[j],
             J=j,
             WIDTH=formula.width,
             COLUMN_START=columns.start,
@@ -247,19 +250,21 @@ class _Backward:
             MULTIPLES=tables.multiples,
             IS_PRODUCT=formula.is_product,
             POOLS=formula.pools,
-            ROWS=tables.most_rows[j],
             SLICE=slice_ids,
             ZEROS=min(power_of_two(tables.most_rows[j] * len(columns)), TILE_NUMBERS),
             FEATURE_BITS=(tables.num_features - 1).bit_length(),
             LANES=min(num_lanes(padded, TILE_NUMBERS // 2), slice_ids),
-            num_warps=1 if slice_ids < 1024 else 2,  # a scan within a warp needs no shared memory
+            num_warps=1 if slice_ids < MOST_SLICE else 2,  # a scan within a warp needs no shared memory
             **OPTIONS,
         )
         return _Sums(j, partial_sums, slice_ids)
 
     def _add_slices(self, sums: _Sums, slice_ids: int, target: _Target) -> None:
         """Adds the sums of slices up, and updates the rows."""
-        settings, num_warps = self._settings(sums.j, target), 4 if slice_ids == 128 else 1  # few rows have many slices
+        settings, num_warps = (
+            self._settings(sums.j, target),
+            4 if slice_ids == LEAST_SLICE else 1,
+        )  # few rows have many slices
         launch(
             "add_slices",
             self.tables.num_keys[sums.j],
@@ -268,9 +273,9 @@ class _Backward:
             self.parts,
             target.numbers,
             self.tables.num_features,
+            self.tables.most_rows[sums.j],
             *target.optimizer_arguments,
             NUM_PARTITIONS=len(self.batch.keys),
-            ROWS=self.tables.most_rows[sums.j],
             SLICE=slice_ids,
             LANES=num_lanes(settings["PADDED"], TILE_NUMBERS * num_warps),
             num_warps=num_warps,

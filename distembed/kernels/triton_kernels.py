@@ -21,7 +21,7 @@ PART_FIELDS = tl.constexpr(8)
 
 NO_KEY = tl.constexpr(-1)
 
-SIZES = ["num_ids", "num_keys", "num_bags", "num_features", "seed"]
+SIZES = ["num_ids", "num_keys", "num_bags", "num_features", "most_rows", "seed"]
 """Arguments for whose values no kernel is compiled anew."""
 SLICES = ["ids", "offsets", "id_weights"]
 """Arguments for whose alignment no kernel is compiled anew: they may be slices that begin anywhere."""

@@ -27,6 +27,8 @@ from distembed.kernels.triton_kernels import (
 )
 from distembed.kernels.triton_update import contributions, finish
 
+NO_ROW = tl.constexpr(2**20)  # after all rows of a table; times SLICE it fits 32 bits
+
 
 @triton.jit
 def _first_slice(feature_starts, features, mask, SLICE: tl.constexpr):
@@ -51,6 +53,7 @@ def sum_slices(
     feature_starts,
     partial_sums,
     num_features,
+    most_rows,
     J: tl.constexpr,
     WIDTH: tl.constexpr,
     COLUMN_START: tl.constexpr,
@@ -59,7 +62,6 @@ def sum_slices(
     MULTIPLES: tl.constexpr,
     IS_PRODUCT: tl.constexpr,
     POOLS: tl.constexpr,
-    ROWS: tl.constexpr,
     SLICE: tl.constexpr,
     ZEROS: tl.constexpr,
     FEATURE_BITS: tl.constexpr,
@@ -67,7 +69,7 @@ def sum_slices(
 ):
     """Writes the sums of the gradients of each row in partition ``J`` over the ids of a slice.
 
-    ``partial_sums`` is ``[slices, ROWS, NUM_COLUMNS]``, of as many rows as the largest table has; ``ZEROS`` numbers, a
+    ``partial_sums`` is ``[slices, most_rows, NUM_COLUMNS]``; the largest table has ``most_rows``. ``ZEROS`` numbers, a
     power of two, are cleared at once.
     """
     num_partitions: tl.constexpr = len(weights)
@@ -79,7 +81,7 @@ def sum_slices(
         tried = feature + (1 << (FEATURE_BITS - 1 - bit))
         has_begun = _first_slice(feature_starts, tried, tried < num_features, SLICE) <= own_slice
         feature = tl.where((tried < num_features) & has_begun, tried, feature)
-    sums_start = own_slice * (ROWS * NUM_COLUMNS)
+    sums_start = own_slice * (most_rows * NUM_COLUMNS)
     num_sums = part_field(parts, feature, J, NUM_ROWS, num_partitions) * NUM_COLUMNS
     for first in range(0, num_sums, ZEROS):
         places = first + tl.arange(0, ZEROS)
@@ -91,18 +93,18 @@ def sum_slices(
     are_here = (block + in_slice >= first_id) & (block + in_slice < end_id)
     own_keys = tl.load(keys[J] + block + in_slice, mask=are_here, other=NO_KEY).to(tl.int64)
     first_key = part_field(parts, feature, J, FIRST_KEY, num_partitions)
-    rows = tl.where(own_keys >= 0, own_keys - first_key, ROWS).to(tl.int32)
+    rows = tl.where(own_keys >= 0, own_keys - first_key, NO_ROW).to(tl.int32)
     num_ids = tl.sum((own_keys >= 0).to(tl.int32), 0)
     # the row and the place within the slice, in one number: ids without a row come last
     by_row = tl.sort(rows * SLICE + in_slice)
     tl.debug_barrier()  # zeros are written before sums
     lanes, columns = tl.arange(0, LANES), tl.arange(0, PADDED)
-    carried_row, carried = tl.full([], ROWS, tl.int32), tl.zeros([PADDED], tl.float32)
+    carried_row, carried = tl.full([], NO_ROW, tl.int32), tl.zeros([PADDED], tl.float32)
     for step in range(0, num_ids, LANES):
         ids = tl.gather(by_row, step + lanes, 0)
         following = tl.gather(by_row, tl.minimum(step + lanes + 1, SLICE - 1), 0) // SLICE
         ids_rows = ids // SLICE
-        are_ids = ids_rows < ROWS
+        are_ids = ids_rows < NO_ROW
         positions = block + ids % SLICE
         if POOLS:
             vectors = tl.load(owners + positions, mask=are_ids, other=0).to(tl.int64)
@@ -136,6 +138,7 @@ def add_slices(
     parts,
     target,
     num_features,
+    most_rows,
     states,
     learning_rate,
     eps,
@@ -148,7 +151,6 @@ def add_slices(
     STATE_MULTIPLE: tl.constexpr,
     ACTION: tl.constexpr,
     ROUNDS_AT_RANDOM: tl.constexpr,
-    ROWS: tl.constexpr,
     SLICE: tl.constexpr,
     LANES: tl.constexpr,
     FEATURE_BITS: tl.constexpr,
@@ -169,7 +171,7 @@ def add_slices(
     sums = tl.zeros([PADDED], tl.float32)
     for first in range(first_slice, end_slice, LANES):
         slices = first + tl.arange(0, LANES)
-        places = ((slices * ROWS + row) * NUM_COLUMNS)[:, None] + columns[None, :]
+        places = ((slices * most_rows + row) * NUM_COLUMNS)[:, None] + columns[None, :]
         mask = (slices < end_slice)[:, None] & (columns < NUM_COLUMNS)[None, :]
         sums += tl.sum(tl.load(partial_sums + places, mask=mask, other=0.0), 0)
     are_rows = keys * 0 + tl.max((sums != 0).to(tl.int64), 0) != 0

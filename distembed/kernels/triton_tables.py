@@ -23,10 +23,11 @@ OPTIONS = {"enable_fp_fusion": True}
 """Options of Triton's compiler: products are added in one step; the default differs between versions of Triton."""
 TILE_NUMBERS = 1024
 """How many numbers a tile of vectors has, about."""
-_LEAST_SLICE, _MOST_SLICE = 128, 1024
-"""Slices of 128 ids keep an H100 busy at 2,048 rows of 26 features; more than 1,024 ids do not fit into registers."""
-_MOST_SLICED_ROWS = 512
-_SORT_BYTES, _PIECES = 60, 3 / 8
+LEAST_SLICE, MOST_SLICE = 128, 1024
+"""Ids of a slice: 128 for the fewest rows; more than 1,024 ids do not fit into registers."""
+_MOST_SLICED_ROWS = MOST_SLICE // 2
+"""With fewer than two ids to a row, a slice has nearly as many sums as gradients."""
+_SORT_TRAFFIC_BYTES, _PIECES = 60, 3 / 8
 """Bytes that an id moves while it is sorted, and the share of its vector that pieces of runs move."""
 _DIVIDES, _TAKES_MODULUS = 1, 2
 _KEY_TYPES = (torch.int8, torch.int16, torch.int32, torch.int64)
@@ -176,15 +177,15 @@ def ids_of_slice(most_rows: int, num_columns: int) -> int | None:
     few bytes beside the gradients. Ids are sorted where the sums of the longest slices move more bytes than a sort.
     """
     sums_bytes = 2 * most_rows * num_columns * FLOAT_BYTES
-    sorted_bytes = _MOST_SLICE * (_SORT_BYTES + _PIECES * num_columns * FLOAT_BYTES)
+    sorted_bytes = MOST_SLICE * (_SORT_TRAFFIC_BYTES + _PIECES * num_columns * FLOAT_BYTES)
     if most_rows > _MOST_SLICED_ROWS or sums_bytes > sorted_bytes:
         return None
-    return min(max(power_of_two(8 * most_rows), _LEAST_SLICE), _MOST_SLICE)
+    return min(max(power_of_two(8 * most_rows), LEAST_SLICE), MOST_SLICE)
 
 
-def num_slices(num_ids: int, num_features: int, ids_of_slice: int) -> int:
+def num_slices(num_ids: int, num_features: int, slice_ids: int) -> int:
     """Returns the number of slices of all ids: a feature's first and last slice may have fewer ids than the others."""
-    return num_ids // ids_of_slice + num_features
+    return num_ids // slice_ids + num_features
 
 
 def key_type(num_keys: int) -> torch.dtype:

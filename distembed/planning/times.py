@@ -197,7 +197,7 @@ class Traffic:
         return {phase: Transfer(owner_ms / 2), (exchange, f"{name} of others"): Transfer(0.0, other_ms / 2)}
 
 
-_SORT_BYTES = 64
+_SORT_TRAFFIC_BYTES = 64
 """Bytes that a backward pass reads and writes per id to sort the ids by row."""
 _REPEATED = 0.15
 """Share of a row's seconds that each lookup of it takes; its update takes the seconds once."""
@@ -290,11 +290,13 @@ class LookupTimes:
             moved = read + updated + 2 * rows.num_ids * (LONG_BYTES + rows.dim * FLOAT_BYTES)
             moved += 2 * rows.num_bags * rows.dim * FLOAT_BYTES
             if device.kind == "cuda" and ids_of_slice(rows.num_rows, rows.dim) is None:
-                moved += rows.num_ids * _SORT_BYTES  # gradients of few rows are summed in slices, without a sort
+                moved += (
+                    rows.num_ids * _SORT_TRAFFIC_BYTES
+                )  # gradients of few rows are summed in slices, without a sort
         else:
             row_share, read = 1.0, rows.num_ids * rows.row_bytes
             vectors = (rows.num_bags + rows.num_ids) * rows.dim * FLOAT_BYTES
-            moved = read + updated + (rows.num_ids * (LONG_BYTES + _SORT_BYTES) + vectors)
+            moved = read + updated + (rows.num_ids * (LONG_BYTES + _SORT_TRAFFIC_BYTES) + vectors)
         # share of the rows that are read from the host's memory, and written to it
         missed = 1 - self._cache_ratio if compute_kernel == CACHED else float(compute_kernel in IN_HOST_MEMORY)
         return (
@@ -308,7 +310,7 @@ class LookupTimes:
         if in_one_pass:
             seconds = self._fbgemm_seconds(rows, EmbeddingComputeKernel.FUSED.value, in_one_pass)
         else:
-            looked_up = rows.num_ids * (2 * LONG_BYTES + _SORT_BYTES + 3 * rows.dim * FLOAT_BYTES)
+            looked_up = rows.num_ids * (2 * LONG_BYTES + _SORT_TRAFFIC_BYTES + 3 * rows.dim * FLOAT_BYTES)
             sums = 2 * rows.num_bags * rows.dim * FLOAT_BYTES
             seconds = self._row_seconds(rows) + (looked_up + sums) / self._device.lookup_bandwidth
         return seconds + _DENSE_COPIES * rows.num_numbers * FLOAT_BYTES / self._device.memory_bandwidth

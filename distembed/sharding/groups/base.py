@@ -19,7 +19,7 @@ from distembed.sharding.groups.load import LONG_BYTES, GroupLoad, Launches, Look
 from distembed.sharding.ids import DistinctIds, FeatureRows, IdCounts
 from distembed.sharding.table_slice import LocalTable
 
-_SORT_BYTES = 64
+_SORT_MEMORY_BYTES = 64
 """Bytes for each id in FBGEMM's backward on CUDA: places in table and batch, unsorted and sorted, distinct rows, their
 counts and starts, and the sorting itself."""
 
@@ -230,7 +230,7 @@ class Group(ABC):
             forward_bytes = max(forward_bytes, stacking_bytes)
         update_bytes = lookup.update_bytes + (stacked_bytes if load.averages_gradients else 0)
         if device_kind == "cuda":
-            update_bytes += load.num_ids * _SORT_BYTES
+            update_bytes += load.num_ids * _SORT_MEMORY_BYTES
         gradient_bytes = 0 if load.averages_gradients else stacked_bytes
         return LookupMemory(lookup.saved_bytes, forward_bytes, lookup.backward_bytes, update_bytes, gradient_bytes)
 
