@@ -7,10 +7,11 @@ tests have Triton as it is, those of the interpreter are run elsewhere, one afte
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import accumulate
 from multiprocessing import get_context
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -35,11 +36,11 @@ def _interpret() -> None:
     torch.set_num_threads(1)
     from triton.runtime import interpreter
 
-    patch: Any = interpreter._patch_lang_tensor
+    patch_tensor: Any = interpreter._patch_lang_tensor
 
     def patch_index(tensor: Any, scope: Any) -> None:
         """Has the end of a range be a number, which Triton 3.6 makes of an array as NumPy 2.5 no longer lets it."""
-        patch(tensor, scope)
+        patch_tensor(tensor, scope)
         tensor.__index__ = lambda self: int(self.handle.data.squeeze())
 
     interpreter._patch_lang_tensor = patch_index
@@ -62,8 +63,23 @@ def _interpret() -> None:
         return interpreter._LangPatchScope()
 
     interpreter._patch_lang = patch_once
+    _stock.update(generic_reduce=interpreter.ReduceOps.generic_reduce, generic_scan=interpreter.ScanOps.generic_scan)
     interpreter.ReduceOps.generic_reduce = _reduced
     interpreter.ScanOps.generic_scan = _scanned
+
+
+_stock: dict[str, Any] = {}
+
+
+def by_stock(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls a function in the other process with the interpreter's own reductions and scans, which are slower."""
+    from triton.runtime import interpreter
+
+    ops: Any
+    with ExitStack() as stack:
+        for ops, name in ((interpreter.ReduceOps, "generic_reduce"), (interpreter.ScanOps, "generic_scan")):
+            stack.enter_context(patch.object(ops, name, _stock[name]))
+        return function(*arguments)
 
 
 def _steps(ops: Any, given: Sequence[Any]) -> Iterator[Any]:
@@ -88,6 +104,7 @@ def _reduced(ops: Any, given: Sequence[Any]) -> list[Any]:
 
 
 def _scanned(ops: Any, given: Sequence[Any]) -> list[Any]:
+    assert not ops.reverse, "only scans from the first number on are replaced"
     return [ops.to_tensor(np.stack(results, ops.axis), each.dtype) for each, results in _steps(ops, given)]
 
 

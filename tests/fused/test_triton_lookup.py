@@ -27,7 +27,7 @@ from tests.fused.cases import (
     more_rows_than_ids,
     rows_further_down,
 )
-from tests.fused.interpreter import InterpretedLookup, Run, interpreter
+from tests.fused.interpreter import InterpretedLookup, Run, by_stock, interpreter
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -117,13 +117,21 @@ def sums_of_rows(ids: torch.Tensor, num_rows: int, gradient: torch.Tensor) -> to
 
 
 @pytest.mark.parametrize("length", [2, CHUNK, 2 * CHUNK + 1])
-@pytest.mark.parametrize("rows", [60, 600])
+@pytest.mark.parametrize("rows", [60, 100, 512, 600])
 def test_many_short_runs_that_cross_chunks_and_slices(run: Run, length: int, rows: int) -> None:
     generator = torch.Generator().manual_seed(1)
-    ids = (torch.randperm(min(rows * length, 900), generator=generator) + length // 2) // length
+    ids = (torch.randperm(min(rows * length, 2500), generator=generator) + length // 2) // length
     gradient = torch.randn(len(ids), 8, generator=generator)
     expected = torch.zeros(rows, 8, dtype=torch.float64).index_add_(0, ids % rows, gradient.double())
     torch.testing.assert_close(run(sums_of_rows, ids, rows, gradient), expected.float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.thorough
+def test_reductions_and_scans_are_those_of_the_stock_interpreter(run: Run) -> None:
+    generator = torch.Generator().manual_seed(2)
+    ids, gradient = torch.randint(5, (70,), generator=generator), torch.randn(70, 8, generator=generator)
+    ours, stock = run(sums_of_rows, ids, 5, gradient), run(by_stock, sums_of_rows, ids, 5, gradient)
+    assert torch.equal(ours, stock) and ours.count_nonzero() == ours.numel()
 
 
 @pytest.mark.thorough
