@@ -186,6 +186,20 @@ def test_narrow_rows_are_read_more_slowly_on_gpus() -> None:
         assert lookup_ms(dim) == pytest.approx(1e3 * slower * num_bytes / A100.lookup_bandwidth)
 
 
+def test_only_partitions_of_many_rows_are_sorted_in_one_pass_on_a_gpu() -> None:
+    def moved_bytes(num_rows: tuple[int, int]) -> float:
+        scheme = QuotientRemainder(num_rows[0] * num_rows[1], collisions=num_rows[1])
+        assert sorted(scheme.num_rows) == sorted(num_rows)
+        table = CompositionalEmbeddingBagConfig("t", scheme.num_embeddings, 16, ["f"], scheme, kernel="fused")
+        costs = PlacementCosts(request([table], Cluster(A100, 1, 1), Workload(ROWS)))
+        (shard,) = costs.cost(table, Layout("table_wise", "fused", ((0, 16),)), "bags").shards
+        return shard.lookup_ms / 1e3 * A100.lookup_bandwidth / SLOWER[16]
+
+    both, one, none = (moved_bytes(rows) for rows in ((513, 513), (513, 512), (512, 512)))
+    # a sort moves 64 bytes an id
+    assert both - one == pytest.approx(64 * ROWS, rel=0.01) and one - none == pytest.approx(64 * ROWS, rel=0.01)
+
+
 def test_ranks_on_cpus_take_half_of_an_exchange_to_send_and_half_to_receive() -> None:
     tables, cluster = TABLES[1:3], Cluster(find_device("cpu-256gb"), 1, 2)
     costs = PlacementCosts(request(tables, cluster, Workload(2 * ROWS)))
