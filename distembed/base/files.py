@@ -21,7 +21,7 @@ from distembed.base.units import format_bytes
 from distembed.base.version import __version__
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-"""Configs of the installed package; in a checkout a link to those at its top."""
+"""Configs of the installed package; in a checkout a link to the folder at its top."""
 _MOST_JSON_BYTES = 1 << 28
 """Size of the largest JSON file that is read."""
 MADE_BY = f"distembed {__version__}"

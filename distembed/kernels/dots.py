@@ -158,7 +158,7 @@ def multiply_pairs(job: int, first_row: int, end_row: int, scratch: int) -> int:
 def gradients_of_pairs(job: int, first_row: int, end_row: int, scratch: int) -> int:
     """Writes the gradients of some rows' vectors; ``OUTPUTS`` of the job has the outputs' gradients.
 
-    Arguments and result are those of :func:`multiply_pairs`.
+    Arguments and result as of :func:`multiply_pairs`.
     """
     # The gradient of vector i is the sum over j of g(i, j) v_j, where g(i, j) = g(j, i) is the gradient of the pair.
     # Only g(i, j) of i < j is laid out; eight vectors i = b to b + 7 at once read

@@ -96,7 +96,7 @@ def saved_bytes(num_ids: int, num_keys: Sequence[int]) -> int:
 
 
 class PartitionSizes(NamedTuple):
-    """The sizes of a partition, of which its memory follows."""
+    """The sizes of a partition; its memory follows from them."""
 
     num_keys: int  # rows of all tables; a key numbers them
     most_rows: int  # largest number of rows of a table
@@ -198,7 +198,7 @@ class _Backward:
         return self.tables.parts(self.gradients.device)
 
     def sum_rows(self, j: int) -> _Sums:
-        """Adds up the gradients of each row of a partition, or those of each slice."""
+        """Adds up the gradients of each row of a partition, or of each slice."""
         num_ids, num_keys = self.batch.num_ids, self.tables.num_keys[j]
         slice_ids = self.tables.slice_ids[j]
         if slice_ids is not None:

@@ -271,7 +271,7 @@ def triton_kernels() -> TritonKernels:
 def launch(name: str, num_programs: int, *arguments: Any, **constants: Any) -> None:
     """Launches a kernel of :class:`TritonKernels`; Triton finds the compiled kernel at the first launch alone.
 
-    Triton compares all arguments with those that it has compiled for, which takes the host longer than the launch. A
+    Triton compares all arguments with its compiled kernels' arguments, which takes the host longer than the launch. A
     compiled kernel depends on the constants, and on the type, device and alignment of each tensor. It takes numbers of
     any value: all integers fit 32 bits, and Triton compiles for no value of theirs (``SIZES`` of ``triton_kernels``).
     """

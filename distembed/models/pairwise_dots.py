@@ -138,7 +138,7 @@ def _run(
     outputs: Float[Tensor, "batch outputs"],
     gradients: tuple[Tensor | None, ...] = (None, None),
 ) -> None:
-    """Runs a kernel over all rows, in threads; writes ``gradients``, those of ``vectors`` and of ``dense``."""
+    """Runs a kernel over all rows, in threads; writes ``gradients``, of ``vectors`` and of ``dense``."""
     if isinstance(vectors, FakeTensor):
         return
     num_rows, num_features, dim = vectors.shape

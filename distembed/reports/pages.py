@@ -134,7 +134,7 @@ def render_svg(draw: Callable[[Figure], None], inches: tuple[float, float]) -> s
     """Returns the SVG, for a page, of a figure of this width and height that ``draw`` fills.
 
     It is empty where ``draw`` draws no bar, and no line with a finite point: an empty frame says nothing. Lines of
-    z-order 1, such as diagonals, do not count.
+    z-order 1, like diagonals, do not count.
     """
     with matplotlib.rc_context(FIGURE_SETTINGS):
         drawn = Figure(figsize=inches, layout="constrained")

@@ -198,14 +198,14 @@ def stock_half(device: str, data_type: DataType) -> EmbeddingBagCollection:
 
 def our_half(device: str, data_type: DataType) -> CompositionalEmbeddingBagCollection:
     tables = [
-        CompositionalEmbeddingBagConfig(f"t_{name}", size, DIM, [name], data_type=data_type)
+        CompositionalEmbeddingBagConfig(f"t_{name}", size, DIM, [name], data_type=data_type, kernel="fbgemm")
         for name, size in NUM_IDS.items()
     ]
     return CompositionalEmbeddingBagCollection(tables, device=device)
 
 
 def check_beside_stock(rank: int, world_size: int) -> None:
-    """Full tables: the same numbers to the bit, after steps too."""
+    """Full tables that FBGEMM looks up: the same numbers to the bit, after steps too."""
     dims = dict.fromkeys(NUM_IDS, DIM)
     first = stock_bags("cpu").state_dict()
     for kind, optimizer in (("table_wise", "adagrad"), ("row_wise", "row_wise_adagrad"), ("column_wise", "adagrad")):

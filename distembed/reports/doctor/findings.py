@@ -316,7 +316,7 @@ def print_findings(findings: Sequence[Finding], console: "Console | None") -> in
 
 
 def run_fix(console: "Console | None", device: str | None = None, *, dry_run: bool = False) -> int:
-    """Runs the commands of pip that mend what is wrong, and prints each before; returns the exit code of the doctor.
+    """Runs the commands of pip that mend the faults, and prints each before; returns the exit code of the doctor.
 
     Runs further commands where a mended fault had hidden another. Ends at the first command that fails, with 1, and
     with 1 before any command where :func:`reason_not_to_fix` has one. Waits for a doctor that mends this environment.

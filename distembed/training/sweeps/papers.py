@@ -65,7 +65,7 @@ class Variant:
     """A line of a table, or a curve.
 
     Attributes:
-        settings: Settings in addition to the item's own and to those of ``of``.
+        settings: Settings in addition to the item's own and to the settings of ``of``.
         of: The variant that it extends, and that it is compared with.
         config: A config in place of the item's.
         reported: The paper's figures.
@@ -95,14 +95,14 @@ class Item:
     """A figure or a table of a paper.
 
     Attributes:
-        title: What it shows.
+        title: Its subject.
         dataset: Name of its dataset.
         config: Its config, relative to its file, or else to the project's configs.
         metrics: The metrics of its table; variants are compared by the first.
         plot: The axes of its plot.
         variants: Its lines, by name.
         settings: Settings of all variants.
-        reported: What the paper reports, in a sentence; empty for an experiment that is not of the paper.
+        reported: The paper's report, in a sentence; empty for an experiment that is not of the paper.
         remark: How the item differs from the paper's.
     """
 
