@@ -229,7 +229,7 @@ def _require_torchx() -> None:
 
 
 def _pairs(option: str, texts: Sequence[str] | None) -> Mapping[str, str]:
-    """Reads ``NAME=VALUE`` texts."""
+    """Returns the values by name that the texts ``NAME=VALUE`` of an option give."""
     pairs = {}
     for text in texts or []:
         name, equals, value = text.partition("=")

@@ -37,10 +37,10 @@ def reproduce_command(
         Path | None, typer.Option(help="Folder of papers; the project's own configs/papers unless given.")
     ] = None,
     any_data: Annotated[
-        bool, typer.Option("--any-data", help="Take raw files whose checksums differ from those of datasets.yaml.")
+        bool, typer.Option("--any-data", help="Take raw files with checksums that are not in datasets.yaml.")
     ] = False,
     list_all: Annotated[
-        bool, typer.Option("--list", help="List the figures and tables, and the reasons for those that are not run.")
+        bool, typer.Option("--list", help="List all figures and tables; some have a reason why they are not run.")
     ] = False,
 ) -> None:
     """Train a figure or a table of a paper again: all its variants and seeds, then a table and a plot.

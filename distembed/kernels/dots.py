@@ -27,7 +27,7 @@ from distembed.kernels.simd import (
 
 @inline
 def _copy(source: Any, target: Any, count: Any, zeros: Any) -> None:
-    """Copies ``count`` float32."""
+    """Copies ``count`` float32 numbers from one address to another."""
     in_vectors = count - count % 16
     for i in range(0, in_vectors, 16):
         store(target + 4 * i, load_floats(source + 4 * i, zeros))

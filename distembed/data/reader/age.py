@@ -60,7 +60,7 @@ class AgeWeights:
         """Reads the times of all rows of a split, and the rows' own weights.
 
         Raises a UserError where the dataset has no times, for a row without a time, for more than ``skip_unreadable``
-        row groups that cannot be read, and where the rows count as less than 1% of what they count without ages.
+        row groups that cannot be read, and where the rows count as less than 1% of their count without ages.
         """
         folder = dataset_folder(dataset_dir)
         manifest = Manifest.load(folder)

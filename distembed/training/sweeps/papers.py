@@ -139,7 +139,7 @@ class Item:
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class Paper:
-    """A paper: its title, where it is, and the reason by figure for those that are not run here."""
+    """A paper: its title, where it is, and, by figure, the reason why it is not run here."""
 
     title: str
     url: str
